@@ -201,7 +201,7 @@ class SessionPlan:
             batching=batching,
             mark_repeats=settings.mark_repeats,
             marks_kept=plan.measures_lengths,
-            charge_bytes=self.ahead.charge_bytes.value,
+            charge_bytes=self.ahead.charge_bytes,
             limit_bytes=self.memory_limit,
             num_builders=self.builders.num_workers,
             hand_over_s=HAND_OVER_S,

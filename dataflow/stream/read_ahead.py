@@ -1,4 +1,4 @@
-"""The read-ahead of a session: how far it reads and builds, all numbers in one value, each with its reason.
+"""The read-ahead of a session: how far it reads and builds, all numbers in one value.
 
 They follow from the memory limit, the size of a batch and whether shards are local, and are fixed for a
 session. What moves while it runs starts here, and is moved by `prefetch.control`: the batches held ready
@@ -56,27 +56,30 @@ _DEPTH = 4
 class ReadAhead:
     """The numbers of one session."""
 
-    num_readers: Decision
-    """Threads that read, at most."""
-    max_windows: Decision
-    """Windows that are open at a time."""
-    batches_per_chunk: Decision
+    num_readers: int
+    """Threads that read, at most: local files are mapped, or read within milliseconds; of remote ones, bytes
+    in flight decide how many read at a time."""
+    max_windows: int
+    """Windows that are open at a time: of each source one drained, one staged, one being read."""
+    batches_per_chunk: int
     """Batches built together at most, once the stream runs; fewer where they take long (`ChunkTime`)."""
-    batches_per_job: Decision
+    batches_per_job: int
     """Batches that lie in one slot, where batches are copies alone."""
-    job_bytes: Decision
+    job_bytes: int
     """The bytes of these batches."""
-    jobs_ready: Decision
+    jobs_ready: int
     """Jobs of copies that lie ready at most, beside those that run."""
     depth: DepthPolicy
     """Batches held ready, as it goes; never fewer than three chunks."""
-    output_bytes: Decision
-    """Credits that windows leave free for batches."""
-    mapped_bytes: Decision
-    """Bytes of mapped files that no window uses and that stay mapped, of each source."""
-    charge_bytes: Decision
+    output_bytes: int
+    """Credits that windows leave free for batches: of three chunks, in at most a quarter of the limit, and of
+    one at least."""
+    mapped_bytes: int
+    """Bytes of mapped files that no window uses and that stay mapped, of each source: of all together a
+    quarter of the limit or of this rank's part of the machine."""
+    charge_bytes: int
     """Bytes that the user's functions may make before they are charged."""
-    in_flight_bytes: Decision
+    in_flight_bytes: int
     """Bytes in flight at a store at first, of this node."""
 
 
@@ -113,74 +116,46 @@ def choose_read_ahead(
         num_makers: builders that make samples whose lengths are to be measured.
         depth: the user's; None: four batches over local shards, else what waits and lead times ask for.
     """
-    nbytes = min(CHUNK_BYTES, memory_limit // _CHUNKS_IN_LIMIT)
-    batches = max(1, min(MAX_CHUNK_BATCHES, nbytes // batch_bytes))
-    chunk = Decision(batches, f"{nbytes:,} bytes of batches of {batch_bytes:,}")
+    chunk = max(1, min(MAX_CHUNK_BATCHES, min(CHUNK_BYTES, memory_limit // _CHUNKS_IN_LIMIT) // batch_bytes))
     if num_builders := num_processes or num_threads:
-        part = memory_limit // (_BUILDER_CHUNKS_IN_LIMIT * num_builders)
-        most = max(1, min(chunk.value, part // batch_bytes))
-        chunk = Decision(most, f"{part:,} bytes a builder, or {chunk.reason}")
+        each = memory_limit // (_BUILDER_CHUNKS_IN_LIMIT * num_builders)
+        chunk = max(1, min(chunk, each // batch_bytes))
     if copies_only:
-        batches = max(chunk.value, min(_COPIED_CHUNK_SAMPLES // batch_samples, _COPIED_CHUNK_BATCHES))
-        chunk = Decision(batches, f"{_COPIED_CHUNK_SAMPLES:,} samples, or {chunk.reason}")
+        chunk = max(chunk, min(_COPIED_CHUNK_SAMPLES // batch_samples, _COPIED_CHUNK_BATCHES))
     elif in_consumer:
-        chunk = Decision(1, "built when it is asked for")
+        chunk = 1
     elif num_processes:
-        most = min(chunk.value, -(-_PROCESS_CHUNK_SAMPLES // batch_samples))
-        chunk = Decision(most, f"{_PROCESS_CHUNK_SAMPLES} samples a process, or {chunk.reason}")
+        chunk = min(chunk, -(-_PROCESS_CHUNK_SAMPLES // batch_samples))
     elif num_makers:
-        batches = max(1, min(chunk.value, _FOUND_CHUNK_SAMPLES // batch_samples))
-        chunk = Decision(batches, f"{_FOUND_CHUNK_SAMPLES} samples a builder, or {chunk.reason}")
-    nbytes = min(_JOB_BYTES, memory_limit // _JOBS_IN_LIMIT)
-    batches = min(chunk.value, max(1, nbytes // batch_bytes))
-    job = Decision(batches, f"{nbytes:,} bytes of batches of {batch_bytes:,}, or one batch")
-    ready = _jobs_ready(job.value * batch_bytes, memory_limit)
+        chunk = max(1, min(chunk, _FOUND_CHUNK_SAMPLES // batch_samples))
+    job = min(chunk, max(1, min(_JOB_BYTES, memory_limit // _JOBS_IN_LIMIT) // batch_bytes))
+    job_bytes = job * batch_bytes
+    ready_bytes = min(max(_READY_BYTES, _JOBS_READY * job_bytes), memory_limit // _READY_IN_LIMIT)
+    jobs_ready = max(1, min(ready_bytes // job_bytes, _MOST_JOBS_READY))
     # What a chunk is credited for.
-    chunk_bytes = rounded_bytes((ready.value * job.value if copies_only else chunk.value) * batch_bytes)
-    if is_local:
-        readers = Decision(LOCAL_READERS, "local files are mapped, or read within milliseconds")
-    else:
-        readers = Decision(REMOTE_READERS, "the most; bytes in flight decide how many read at a time")
+    chunk_bytes = rounded_bytes((jobs_ready * job if copies_only else chunk) * batch_bytes)
     if depth is None:
         # Local values are mapped or read within milliseconds: four batches never ran dry there.
         limit_bytes = memory_limit // 2
         depth = fixed_depth(_DEPTH) if is_local else AdaptiveDepth(start=_DEPTH, limit_bytes=limit_bytes)
-    output_bytes = max(chunk_bytes, min(3 * chunk_bytes, memory_limit // 4))
     return ReadAhead(
-        num_readers=readers,
-        max_windows=Decision(
-            WINDOWS_OPEN * num_sources, "one drained, one staged, one being read of each source"
-        ),
+        num_readers=LOCAL_READERS if is_local else REMOTE_READERS,
+        max_windows=WINDOWS_OPEN * num_sources,
         batches_per_chunk=chunk,
         batches_per_job=job,
-        job_bytes=Decision(job.value * batch_bytes, job.reason),
-        jobs_ready=ready,
-        depth=_at_least(depth, chunks_ahead(max(num_builders, num_makers)) * chunk.value),
-        output_bytes=Decision(output_bytes, "three chunks, in at most a quarter of the limit; at least one"),
-        mapped_bytes=Decision(
-            max(memory_limit, machine_bytes) // 4 // num_sources,
-            "a quarter of the limit or of this rank's part of the machine, of all sources",
-        ),
-        charge_bytes=Decision(
-            min(_CHARGE_BYTES, memory_limit // _CHARGES_IN_LIMIT), "1 MiB, or 1/256 of the limit if less"
-        ),
+        job_bytes=job_bytes,
+        jobs_ready=jobs_ready,
+        depth=_at_least(depth, chunks_ahead(max(num_builders, num_makers)) * chunk),
+        output_bytes=max(chunk_bytes, min(3 * chunk_bytes, memory_limit // 4)),
+        mapped_bytes=max(memory_limit, machine_bytes) // 4 // num_sources,
+        charge_bytes=min(_CHARGE_BYTES, memory_limit // _CHARGES_IN_LIMIT),
         in_flight_bytes=start_in_flight(num_nodes),
     )
 
 
-def start_in_flight(num_nodes: int) -> Decision:
+def start_in_flight(num_nodes: int) -> int:
     """Bytes that each node of a job has in flight at first."""
-    if num_nodes == 1:
-        return Decision(_START_IN_FLIGHT, "a node alone")
-    return Decision(max(_LEAST_START, _START_TOGETHER // num_nodes), f"{num_nodes} nodes begin together")
-
-
-def _jobs_ready(job_bytes: int, memory_limit: int) -> Decision:
-    nbytes = min(max(_READY_BYTES, _JOBS_READY * job_bytes), memory_limit // _READY_IN_LIMIT)
-    jobs = max(1, min(nbytes // job_bytes, _MOST_JOBS_READY))
-    return Decision(
-        jobs, f"{nbytes:,} bytes of jobs of {job_bytes:,}, at most {_MOST_JOBS_READY}, or one job"
-    )
+    return _START_IN_FLIGHT if num_nodes == 1 else max(_LEAST_START, _START_TOGETHER // num_nodes)
 
 
 def _at_least(depth: DepthPolicy, batches: int) -> DepthPolicy:

@@ -86,18 +86,18 @@ class Resources:
         stager = Stager(
             self.sources.opened,
             self.arena,
-            num_readers=ahead.num_readers.value,
+            num_readers=ahead.num_readers,
             limit_bytes=limit,
             reads=not decided.builders.reads,
             seed=plan.seed,
         )
         options = EngineOptions(
-            num_readers=ahead.num_readers.value,
+            num_readers=ahead.num_readers,
             depth=ahead.depth,
-            max_windows=ahead.max_windows.value,
+            max_windows=ahead.max_windows,
             first_batch_alone=is_all_local(plan.dataset),
             chunk_time=None if decided.builders.copies_only else ChunkTime(),
-            keep_bytes=ahead.output_bytes.value,
+            keep_bytes=ahead.output_bytes,
             timeout_s=decided.settings.timeout_s,
             initializer=one_torch_thread,
             interrupt=self.sources.end_reads,
@@ -106,7 +106,7 @@ class Resources:
         context, copies = self._context(decided, errors), None
         if decided.builders.copies_only:
             copies = self._copies(decided, options)
-        stream = Stream(plan, stager, context, copies=copies, batches_per_chunk=ahead.batches_per_chunk.value)
+        stream = Stream(plan, stager, context, copies=copies, batches_per_chunk=ahead.batches_per_chunk)
         with setting_kept():  # builders before the engine's threads: they may be forked from this process
             self.builders = open_builders(
                 decided, context, copies, ledger=self.ledger, traffic=self.sources.traffic
@@ -142,7 +142,7 @@ class Resources:
     def _copies(self, decided: SessionPlan, options: EngineOptions) -> Copies:
         """Copies by threads that never take the interpreter lock."""
         ahead = decided.ahead
-        queue = executor().open_queue(decided.builders.num_workers, wake_at=ahead.jobs_ready.value // 2)
+        queue = executor().open_queue(decided.builders.num_workers, wake_at=ahead.jobs_ready // 2)
         self.sources.guards.drain_loads = queue.drain
         return Copies(
             queue,
@@ -150,9 +150,9 @@ class Resources:
             partial(ConsumerWait, options=options),
             charge=partial(self.ledger.charge, State.IN_USE),
             give_back=self.ledger.give_back,
-            job_bytes=ahead.job_bytes.value,
-            batches_per_job=ahead.batches_per_job.value,
-            most_slots=ahead.jobs_ready.value,
+            job_bytes=ahead.job_bytes,
+            batches_per_job=ahead.batches_per_job,
+            most_slots=ahead.jobs_ready,
         )
 
     def end_builds(self) -> None:
@@ -180,7 +180,7 @@ class OpenSources:
         self.gate = self._open_gate(decided, pause) if is_read_here else None
         """Says how many bytes may be in flight; None: local shards, or actors read."""
         self.caches = OpenCaches(decided.plan, decided.topology)
-        keep_bytes = decided.ahead.mapped_bytes.value
+        keep_bytes = decided.ahead.mapped_bytes
         opened = [one.source(keep_bytes, self.guards, pause) for one in decided.plan.dataset.sources]
         self.opened = [self._shared(source, decided, number, 0) for number, source in enumerate(opened)]
         """In the order of a mixture."""
@@ -188,7 +188,7 @@ class OpenSources:
     def _open_gate(self, decided: SessionPlan, pause: ReadPause | None) -> ReadGate:
         """The gate of this rank, or of all ranks of this machine together."""
         dataset, topology = decided.plan.dataset, decided.topology
-        ranks, start_bytes = topology.local_world_size, decided.ahead.in_flight_bytes.value
+        ranks, start_bytes = topology.local_world_size, decided.ahead.in_flight_bytes
 
         def control(share: int = 1) -> Inflight:
             most = decided.memory_limit * ranks // share

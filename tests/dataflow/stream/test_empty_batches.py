@@ -168,7 +168,7 @@ def test_several_ranks_repeat_their_last_good_batch(
 ) -> None:
     """Rank 0 has 0 1, 4 5, 8 9 ..., and nothing is left of 8 9, 12 13 and 20 21."""
     ahead = choose_read_ahead(memory_limit, batch_bytes=2 * WIDE_BYTES, is_local=True)
-    assert ahead.batches_per_chunk.value == chunk
+    assert ahead.batches_per_chunk == chunk
     dataset = wide.open(**HOW[how](5, 8, 9, 12, 13, 20, 21), on_error="skip")
     found, stats = of_rank(dataset, 2, 0, mark_repeats=True, memory_limit=memory_limit)
     assert [numbers(batch) for batch in found] == [[0, 1], [4], [4], [4], [16, 17], [16, 17]]

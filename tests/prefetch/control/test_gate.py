@@ -167,4 +167,4 @@ def test_many_refusals_on_the_way_of_reads_cut_the_limit() -> None:
 
 @pytest.mark.parametrize(("nodes", "mib"), [(1, 64), (2, 8), (4, 4), (8, 4), (1000, 4)])
 def test_nodes_that_start_together_begin_with_less_than_one_alone(nodes: int, mib: int) -> None:
-    assert start_in_flight(nodes).value == mib * MIB
+    assert start_in_flight(nodes) == mib * MIB
