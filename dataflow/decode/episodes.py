@@ -148,32 +148,6 @@ class EpisodeVideos:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class EpisodeClips:
-    """`ClipFiles` of one camera, and the rule of the clips."""
-
-    rule: Video
-    videos: EpisodeVideos
-
-    def clip_bytes(self) -> int:
-        """See `ClipFiles`."""
-        return self.videos.clip_bytes(self.rule.frames or 1)
-
-    def new_indexes(self) -> FrameIndexes:
-        """See `ClipFiles`."""
-        return FrameIndexes()
-
-    def cut(
-        self,
-        episodes: NDArray[np.int64],
-        seconds: NDArray[np.float64],
-        indexes: FrameIndexes,
-        read_of: Callable[[Shard], ReadBytes],
-    ) -> list[Bytes]:
-        """See `ClipFiles`."""
-        return self.videos.cut(self.rule, episodes, seconds, indexes, read_of)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
 class Camera:
     """A column of a robot's dataset that is not stored in its rows."""
 

@@ -1,20 +1,19 @@
 """The rules of `decode=`: which output decodes by it, and what is read of a column for it.
 
 `Image`, `Audio` and `Video` are such rules; columns, staging and builders know no other thing of them. An
-output that needs parts of long values, or clips of other files, says so by `StagedOutput.parts_rule` or
-`clip_files`: staging reads these, and hands them over as the values.
+output that needs parts of long values says so by `StagedOutput.parts_rule`: staging reads these, and hands
+them over as the values. One whose values are clips of other files has `clip_bytes`, and cuts them by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, TypeGuard
+from typing import ClassVar, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.decode.values import Draws
-from sharding.blocks import Shard
 
 Bytes = NDArray[np.uint8]
 ReadBytes = Callable[[int, int], Bytes]
@@ -54,26 +53,4 @@ class PartsRule(Protocol):
 
     def cut(self, read: ReadBytes, length: int, draws: Draws | None) -> Bytes:
         """Return what is needed of a value of so many bytes. Raises what `read` raises, and nothing else."""
-        ...
-
-
-class ClipFiles(Protocol):
-    """Files that values are cut out of, at moments that rows tell."""
-
-    def clip_bytes(self) -> int:
-        """About how many bytes a value takes, as they are stored."""
-        ...
-
-    def new_indexes(self) -> Any:
-        """Return what is to be kept of the files while a source is read. Thread-safe."""
-        ...
-
-    def cut(
-        self,
-        episodes: NDArray[np.int64],
-        seconds: NDArray[np.float64],
-        indexes: Any,
-        read_of: Callable[[Shard], ReadBytes],
-    ) -> list[Bytes]:
-        """Return what is needed at n moments, [n] episodes and seconds. Raises what reading raises."""
         ...

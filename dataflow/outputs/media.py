@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dataflow.decode.audio import Audio
-from dataflow.decode.episodes import Camera, EpisodeClips, EpisodeVideos
+from dataflow.decode.episodes import Camera, EpisodeVideos, FrameIndexes
 from dataflow.decode.image import Image
 from dataflow.decode.media import MediaRule, MissingMediaSupportError, decoders
 from dataflow.decode.padding import PadMask
@@ -24,10 +24,12 @@ from dataflow.outputs.columns import ChunkColumns
 from dataflow.outputs.decoded import Bytes, DecodedOutput, Failures, Remark
 from dataflow.outputs.fixed import MaskOutput
 from dataflow.outputs.output import Default, Output, name_beside
-from dataflow.staging.columns import Array, StagedArray, StagedMoments, moments_of
+from dataflow.staging.columns import Array, StagedArray, StagedSpans
+from dataflow.staging.source import Source
 from prefetch.errors import MemoryLimitError
 from prefetch.memory.arena import Arena
-from sharding.blocks import Column, ColumnSpec
+from prefetch.store.ranges import Awaited
+from sharding.blocks import Column, ColumnSpec, Masked
 from sharding.errors import SampleError
 
 PAD_SUFFIX = "_is_pad"
@@ -126,9 +128,9 @@ class EpisodeClipOutput(ClipOutput):
     episodes: EpisodeVideos = field(compare=False)
 
     @property
-    def clip_files(self) -> EpisodeClips:
-        """The files, and the rule."""
-        return EpisodeClips(rule=self.rule, videos=self.episodes)
+    def clip_bytes(self) -> int:
+        """See `StagedOutput`."""
+        return self.episodes.clip_bytes(self.rule.frames or 1)
 
     @property
     def parts_rule(self) -> None:
@@ -151,6 +153,15 @@ class EpisodeClipOutput(ClipOutput):
             moments=(np.full(num_rows, -1, np.int64), np.zeros(num_rows)),
         )
 
+    def cut(self, staged: StagedSpans, source: Source, rows: NDArray[np.int64], awaited: Awaited) -> None:
+        """See `StagedOutput`. All cameras share what is known of the frames of videos."""
+        assert isinstance(staged, StagedMoments)
+        indexes = source.file_indexes.setdefault("frames", FrameIndexes())
+        (episodes, seconds), read_of = staged.moments, partial(source.reading, awaited=awaited)
+        values = self.episodes.cut(self.rule, episodes[rows], seconds[rows], indexes, read_of)
+        for row, value in zip(rows.tolist(), values, strict=True):
+            staged.put_cut(row, value)
+
     def pads_beside(self, names: Collection[str]) -> Sequence[Output]:
         """See `Output`."""
         if not self.rule.mask:
@@ -167,6 +178,30 @@ class EpisodeClipOutput(ClipOutput):
                 episodes=self.episodes,
             )
         ]
+
+
+@dataclass
+class StagedMoments(StagedSpans):
+    """A column of clips of other files, which are cut for rows that are asked for, once moments are known."""
+
+    moments: tuple[NDArray[np.int64], NDArray[np.float64]] = field(kw_only=True)
+    """[rows] episode, and seconds in it."""
+
+    def put(self, first: int, columns: Sequence[Column]) -> None:
+        """Stage the moments of one block's rows."""
+        for own, values in zip(self.moments, moments_of(columns), strict=True):
+            own[first : first + len(values)] = values
+
+
+def moments_of(columns: Sequence[Column]) -> list[Array]:
+    """Episodes, and seconds in them, of a block's rows, [n] each; -1, no episode, where one is missing."""
+    moments = []
+    for column in columns:
+        values = column.values.copy() if isinstance(column, Masked) else np.asarray(column)
+        if isinstance(column, Masked):
+            values[column.lacks != 0] = -1
+        moments.append(values.reshape(len(values)))
+    return moments
 
 
 @dataclass

@@ -290,7 +290,7 @@ def match_datasets(
             "the dataset that is joined has a transform= or batch_transform=, which would not be called: "
             "give it to the one it is joined to, whose transform gets the joined sample"
         )
-    if any(output.clip_files is not None for output in (*own.outputs, *other.outputs)):
+    if any(output.clip_bytes is not None for output in (*own.outputs, *other.outputs)):
         raise ValueError(
             "cameras of a LeRobot dataset are not joined to anything yet: leave them out by columns="
         )

@@ -17,7 +17,9 @@ from sharding.blocks import ABSENT, MISSING, NULL_INSIDE, PATH_ONLY, Column, Mas
 from sharding.cached_property import cached_property
 
 if TYPE_CHECKING:
-    from dataflow.decode.rules import ClipFiles, PartsRule
+    from dataflow.decode.rules import PartsRule
+    from dataflow.staging.source import Source
+    from prefetch.store.ranges import Awaited
 
 
 Array = NDArray[Any]
@@ -183,32 +185,8 @@ class StagedSpans:
         self.addresses[row], self.lengths[row] = value.ctypes.data, len(value)
 
 
-@dataclass
-class StagedMoments(StagedSpans):
-    """A column of clips of other files, which are cut for rows that are asked for, once moments are known."""
-
-    moments: tuple[NDArray[np.int64], NDArray[np.float64]] = field(kw_only=True)
-    """[rows] episode, and seconds in it."""
-
-    def put(self, first: int, columns: Sequence[Column]) -> None:
-        """Stage the moments of one block's rows."""
-        for own, values in zip(self.moments, moments_of(columns), strict=True):
-            own[first : first + len(values)] = values
-
-
 _dtype = lru_cache(np.dtype)
 """A dtype by its name: to make one takes longer than to compare two."""
-
-
-def moments_of(columns: Sequence[Column]) -> list[Array]:
-    """Episodes, and seconds in them, of a block's rows, [n] each; -1, no episode, where one is missing."""
-    moments = []
-    for column in columns:
-        values = column.values.copy() if isinstance(column, Masked) else np.asarray(column)
-        if isinstance(column, Masked):
-            values[column.lacks != 0] = -1
-        moments.append(values.reshape(len(values)))
-    return moments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,11 +211,8 @@ class StagedOutput:
     """Shape of one row, where all have the same."""
 
     @property
-    def clip_files(self) -> ClipFiles | None:
-        """Return the files that its values are cut out of, at the moments that its sources tell.
-
-        None: they are stored.
-        """
+    def clip_bytes(self) -> int | None:
+        """About how many bytes a value takes of other files, which it is cut out of; None: it is stored."""
         return None
 
     @property
@@ -260,3 +235,7 @@ class StagedOutput:
     def stage(self, num_rows: int, arena: Arena) -> StagedArray | StagedSpans:
         """Return where a window of so many rows puts it, before anything is read."""
         return StagedSpans(np.zeros(num_rows, np.int64), np.full(num_rows, -1, np.int64))
+
+    def cut(self, staged: StagedSpans, source: Source, rows: NDArray[np.int64], awaited: Awaited) -> None:
+        """Read what rows need of other files, where it has `clip_bytes`, and stage it as their values."""
+        raise NotImplementedError

@@ -67,7 +67,7 @@ class ReadWindow(WindowOfFiles):
         columns = sum(output.staged_bytes(self.samples.num_rows) for output in source.outputs)
         self._clip_rows = np.unique(rows[rows >= 0]) if source.clips else np.zeros(0, np.int64)
         # How much a clip needs, only its file tells: credits are for what it needs on average.
-        each = sum(output.clip_files.clip_bytes() for output in source.clips if output.clip_files)
+        each = sum(output.clip_bytes or 0 for output in source.clips)
         self.nbytes = columns + self._block_bytes(num_readers) + each * len(self._clip_rows)
 
     def _block_bytes(self, num_readers: int) -> int:
@@ -322,17 +322,11 @@ class SparseWindow(StagedWindow):
         assert rule is not None
         window_row = int(self.samples.first_row[ordinal]) + row
         own = spans[output.sources[0]]
-        first, length, read_bytes = block.offset + int(own.starts[row]), int(own.lengths[row]), 0
-
-        def read(offset: int, nbytes: int) -> NDArray[np.uint8]:
-            nonlocal read_bytes
-            out = np.empty(nbytes, np.uint8)
-            self.source.read_into(block.shard, first + offset, out, awaited=self._awaited)
-            read_bytes += nbytes
-            return out
-
-        value = rule.cut(read, length, self.draws(np.array([window_row])) if rule.random else None)
-        self.source.traffic.add(read_bytes, len(value))
+        first = block.offset + int(own.starts[row])
+        read = self.source.reading(block.shard, awaited=self._awaited, first=first)
+        draws = self.draws(np.array([window_row])) if rule.random else None
+        value = rule.cut(read, int(own.lengths[row]), draws)
+        self.source.traffic.add(0, len(value))
         staged = self.staged[output.name]
         assert isinstance(staged, StagedSpans)
         staged.put_cut(window_row, value)

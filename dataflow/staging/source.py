@@ -98,6 +98,8 @@ class Source:
     """True if values are read whole where parts would do: what joined samples draw is not known then."""
     may_map: bool = True
     """True if local files are mapped where that saves a copy."""
+    file_indexes: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What outputs keep of other files while it is read, by whatever names they give it."""
     _readers: dict[tuple[str, ...], ColumnReader] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -138,34 +140,18 @@ class Source:
     @cached_property
     def clips(self) -> list[StagedOutput]:
         """The outputs whose values are cut out of other files."""
-        return [output for output in self.outputs if output.clip_files is not None]
+        return [output for output in self.outputs if output.clip_bytes is not None]
 
-    @cached_property
-    def _indexes(self) -> Any:
-        """Return what is kept of other files: outputs that are cut out of such share it."""
-        assert self.clips[0].clip_files is not None
-        return self.clips[0].clip_files.new_indexes()
+    def reading(self, shard: Shard, *, awaited: Awaited | None, first: int = 0) -> ReadBytes:
+        """Return what reads, and counts, bytes of a shard from its byte `first` on."""
 
-    def cut(
-        self,
-        output: StagedOutput,
-        episodes: NDArray[np.int64],
-        seconds: NDArray[np.float64],
-        awaited: Awaited | None,
-    ) -> list[NDArray[np.uint8]]:
-        """Return what an output of `clips` needs for n moments, [n] episodes and seconds in them."""
-        assert output.clip_files is not None
+        def read(offset: int, nbytes: int) -> NDArray[np.uint8]:
+            out = np.empty(nbytes, np.uint8)
+            self.read_into(shard, first + offset, out, awaited=awaited)
+            self.traffic.add(nbytes, 0)
+            return out
 
-        def reading(shard: Shard) -> ReadBytes:
-            def read(offset: int, nbytes: int) -> NDArray[np.uint8]:
-                out = np.empty(nbytes, np.uint8)
-                self.read_into(shard, offset, out, awaited=awaited)
-                self.traffic.add(nbytes, 0)
-                return out
-
-            return read
-
-        return output.clip_files.cut(episodes, seconds, self._indexes, reading)
+        return read
 
     @cached_property
     def parts(self) -> list[StagedOutput]:

@@ -13,13 +13,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.decode.values import DRAWS, Draws
-from dataflow.staging.columns import StagedArray, StagedMoments, StagedSpans
+from dataflow.staging.columns import StagedArray, StagedSpans
 from dataflow.staging.source import Source
 from prefetch.addresses import address_of, memory_at
 from prefetch.memory.arena import Arena
@@ -301,11 +302,8 @@ class StagedWindow(StagedRows):
         """Cut what some rows need of other files. Reads; several threads may do it for different rows."""
         for output in self.source.clips if len(rows) else ():
             staged = self.staged[output.name]
-            assert isinstance(staged, StagedMoments)
-            episodes, seconds = staged.moments
-            values = self.source.cut(output, episodes[rows], seconds[rows], self._awaited)
-            for row, value in zip(rows.tolist(), values, strict=True):
-                staged.put_cut(row, value)
+            assert isinstance(staged, StagedSpans)
+            output.cut(staged, self.source, rows, self._awaited)
 
     def with_clips(self, rows: NDArray[np.int64]) -> StagedWindow:
         """The window, and of some rows also what they need of other files, which it does not keep."""
@@ -315,9 +313,9 @@ class StagedWindow(StagedRows):
         other.staged = dict(self.staged)
         for output in self.source.clips:
             staged = self.staged[output.name]
-            assert isinstance(staged, StagedMoments)
-            own = StagedMoments(staged.addresses.copy(), staged.lengths.copy(), moments=staged.moments)
-            other.staged[output.name] = own
+            assert isinstance(staged, StagedSpans)
+            addresses, lengths = staged.addresses.copy(), staged.lengths.copy()
+            other.staged[output.name] = replace(staged, addresses=addresses, lengths=lengths, keep=[])
         other.cut_clips(rows)
         return other
 
