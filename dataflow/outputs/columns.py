@@ -270,9 +270,9 @@ class ChunkColumns:
         """The stored bytes of every row's value; None where the sample has none."""
         stored: list[StoredValue | None] = [None] * self.rows.num_rows
         for part in self.rows.parts:
-            spans = part.spans(column)
+            spans = part.spans(column).of(part.rows)
             buffer, starts = part.window.buffer_of(spans, part.rows, column)
-            ends = (starts + spans.lengths[part.rows]).tolist()
+            ends = (starts + spans.lengths).tolist()
             rows = np.arange(self.rows.num_rows)[part.chunk_rows].tolist()
             for row, start, end in zip(rows, starts.tolist(), ends, strict=True):
                 if end >= start:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
-from msgspec import Struct, structs
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, StoredValue
@@ -56,8 +56,6 @@ class PartValues(Struct, frozen=True, kw_only=True):
     """Index of the value among its sample's."""
     spans: StagedSpans
     """The spans of the values."""
-    at: NDArray[np.int64]
-    """Index of its span among `spans`."""
     target: NDArray[np.int64]
     """Its place among the values of the chunk; ascends."""
 
@@ -260,11 +258,11 @@ class DecodedOutput(Output):
             values = self._listed(part, offsets) if self.is_list else self._single(part, out)
             for start in range(0, len(values.row), most):
                 few = slice(start, start + most)
-                own = structs.replace(
-                    values,
+                own = PartValues(
+                    part=part,
                     row=values.row[few],
                     number=values.number[few],
-                    at=values.at[few],
+                    spans=values.spans.of(few),
                     target=values.target[few],
                 )
                 tasks.append(partial(self._fill, columns, own, out))
@@ -282,8 +280,8 @@ class DecodedOutput(Output):
         def remark(index: int, text: str) -> None:
             columns.remark(row(index), self.name, text)
 
-        with part.window.values_of(values.spans, values.at, self.name, owners) as (buffer, starts):
-            ends = starts + values.spans.lengths[values.at]
+        with part.window.values_of(values.spans, owners, self.name) as (buffer, starts):
+            ends = starts + values.spans.lengths
             encoded = [buffer[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
             own = [out[index] for index in values.target.tolist()]
             failures = self.decode_few(columns, encoded, own, draws, remark)
@@ -302,8 +300,7 @@ class DecodedOutput(Output):
             part=part,
             row=have,
             number=np.zeros(len(have), np.int64),
-            spans=spans,
-            at=part.rows[have],
+            spans=spans.of(part.rows[have]),
             target=target[have],
         )
 
@@ -344,9 +341,7 @@ class DecodedOutput(Output):
             row = np.repeat(have, counts)
             number = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
         target = offsets[np.arange(len(offsets) - 1)[part.chunk_rows][row]] + number
-        return PartValues(
-            part=part, row=row, number=number, spans=spans, at=np.arange(len(row)), target=target
-        )
+        return PartValues(part=part, row=row, number=number, spans=spans, target=target)
 
     def _note_missing_items(self, columns: ChunkColumns) -> None:
         """Note the rows that lack an item of which only the path is stored."""
@@ -364,7 +359,8 @@ class DecodedOutput(Output):
         """Memory that holds the lists of a part, where each begins, and which rows of the part have one."""
         spans = part.spans(self.name)
         have = np.flatnonzero(spans.lengths[part.rows] >= 0)
-        buffer, starts = part.window.buffer_of(spans, part.rows[have], self.name)
+        owners = part.rows[have]
+        buffer, starts = part.window.buffer_of(spans.of(owners), owners, self.name)
         return buffer, starts, have
 
 

@@ -159,6 +159,10 @@ class StagedSpans:
         """Return whether any row lacks the column; asked once the window is staged."""
         return bool((self.lengths < 0).any())
 
+    def of(self, rows: NDArray[np.int64] | slice) -> StagedSpans:
+        """Return those of some rows, which may come again."""
+        return StagedSpans(self.addresses[rows], self.lengths[rows], self.keep)
+
     def put(self, first: int, columns: Sequence[Column]) -> None:
         """Stage one block's values, of one column, at rows from `first`."""
         column = columns[0]

@@ -146,45 +146,32 @@ class JoinedWindow(StagedWindow):
         return all(window.may_load for window in self._windows)
 
     def buffer_of(
-        self,
-        spans: StagedSpans,
-        rows: NDArray[np.int64],
-        column: str,
-        owners: NDArray[np.int64] | None = None,
+        self, spans: StagedSpans, owners: NDArray[np.int64], column: str
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """See `StagedWindow`."""
-        window, have, own_rows, owners = self._located(spans, rows, column, owners)
-        return window.buffer_of(have, own_rows, column, owners)
+        window, own = self._owners(owners, column)
+        return window.buffer_of(spans, own, column)
 
     @contextmanager
     def values_of(
-        self,
-        spans: StagedSpans,
-        rows: NDArray[np.int64],
-        column: str,
-        owners: NDArray[np.int64] | None = None,
+        self, spans: StagedSpans, owners: NDArray[np.int64], column: str
     ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
         """See `StagedWindow`."""
-        window, have, own_rows, owners = self._located(spans, rows, column, owners)
-        with window.values_of(have, own_rows, column, owners) as values:
+        window, own = self._owners(owners, column)
+        with window.values_of(spans, own, column) as values:
             yield values
 
-    def _located(
-        self, spans: StagedSpans, rows: NDArray[np.int64], column: str, owners: NDArray[np.int64] | None
-    ) -> tuple[StagedRows, StagedSpans, NDArray[np.int64], NDArray[np.int64] | None]:
-        """Return who tells how the values of some rows may be touched, and what to ask for.
+    def _owners(self, rows: NDArray[np.int64], column: str) -> tuple[StagedRows, NDArray[np.int64]]:
+        """Return the window that tells how values of some rows may be touched, and its rows of them.
 
-        Mapped ones, which are all in one window, by that; what was read is memory like any other.
+        Mapped ones are all in one window; what was read is memory like any other.
         """
         match = self._match_of.get(column)
         if match is None:
-            return self._own, spans, rows, owners
+            return self._own, rows
         part = match.opened.parts[0]
-        if not part.window.mapped:
-            return part.window, spans, rows, owners
-        if owners is not None:  # `spans` are not by row
-            return part.window, spans, rows, part.rows[np.searchsorted(_filled(part), owners)]
-        return part.window, part.spans(column), part.rows[np.searchsorted(_filled(part), rows)], None
+        own = part.rows[np.searchsorted(_filled(part), rows)] if part.window.mapped else rows
+        return part.window, own
 
     # ---- telling where a row came from ----------------------------------------------------------------
 

@@ -50,20 +50,16 @@ class WindowOfFiles(StagedWindow):
         return all(guard is not None and guard.held for guard in self._guards)
 
     def buffer_of(
-        self,
-        spans: StagedSpans,
-        rows: NDArray[np.int64],
-        column: str,
-        owners: NDArray[np.int64] | None = None,
+        self, spans: StagedSpans, owners: NDArray[np.int64], column: str
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """A copy of the values of rows, and the start of each in it: only the kernel may touch mapped pages.
+        """A copy of values, and the start of each in it: only the kernel may touch mapped pages.
 
-        Where no block is mapped, there is nothing to copy. Raises `ShardReadError` for a row whose bytes are
+        Where no block is mapped, there is nothing to copy. Raises `ShardReadError` for one whose bytes are
         gone.
         """
         if not any(self._shards):
-            return super().buffer_of(spans, rows, column, owners)
-        lengths = np.maximum(spans.lengths[rows], 0)
+            return super().buffer_of(spans, owners, column)
+        lengths = np.maximum(spans.lengths, 0)
         ends = np.cumsum(lengths)
         nbytes = int(ends[-1]) if len(ends) else 0
         # A slab of the arena, not fresh memory: first touches cost more than the copy.
@@ -71,32 +67,28 @@ class WindowOfFiles(StagedWindow):
         starts = ends - lengths
         copies = PlanColumn(
             name=column,
-            index=spans.addresses[rows],
+            index=spans.addresses,
             lengths=lengths,
             offsets=starts,
             out=buffer,
             may_load=False,
         )
-        lost = np.flatnonzero(executor().run(len(rows), [copies]))
+        lost = np.flatnonzero(executor().run(len(owners), [copies]))
         if len(lost):
-            raise self.truncated(int((rows if owners is None else owners)[lost[0]]), column)
+            raise self.truncated(int(owners[lost[0]]), column)
         return buffer, starts
 
     @contextmanager
     def values_of(
-        self,
-        spans: StagedSpans,
-        rows: NDArray[np.int64],
-        column: str,
-        owners: NDArray[np.int64] | None = None,
+        self, spans: StagedSpans, owners: NDArray[np.int64], column: str
     ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
         """See `StagedWindow`: the values where they lie, while all files are guarded; else a copy."""
         with self.source.mappings.loading():
             is_loaded = self.may_load
             if is_loaded:
-                yield super().buffer_of(spans, rows, column, owners)
+                yield super().buffer_of(spans, owners, column)
         if not is_loaded:
-            yield self.buffer_of(spans, rows, column, owners)
+            yield self.buffer_of(spans, owners, column)
 
     def _mapped_shards(self) -> Sequence[object]:
         return self._shards
@@ -205,11 +197,11 @@ class MappedWindow(WindowOfFiles):
             if is_known.all():
                 return
             rows = np.flatnonzero(np.repeat(~is_known, self._located.counts))
-        spans = self._spans_of(column, samples)
+        spans = self._spans_of(column, samples).of(rows)
         buffer, starts = spans.addresses[:0].view(np.uint8), spans.addresses
         if output.takes_bytes:
             buffer, starts = self.buffer_of(spans, rows, column)
-        staged.values[rows], bad = staged.parsed(Spans(buffer, starts, spans.lengths[rows]))
+        staged.values[rows], bad = staged.parsed(Spans(buffer, starts, spans.lengths))
         staged.bad.update((int(rows[index]), reason) for index, reason in bad)
         if parsed is not None:
             parsed.values[samples[rows]] = staged.values[rows]

@@ -156,23 +156,19 @@ class StagedRows(ABC):
         return True
 
     def buffer_of(
-        self,
-        spans: StagedSpans,
-        rows: NDArray[np.int64],
-        column: str,
-        owners: NDArray[np.int64] | None = None,
+        self, spans: StagedSpans, owners: NDArray[np.int64], column: str
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """Memory that may be read and holds the rows' values, and the start of each in it.
+        """Memory that may be read and holds n values, and the start of each in it.
 
-        `owners`: [n] rows of the window, where `spans` are not by row: whose values those of `rows` are.
+        `owners`: [n] the rows of the window that the values are of.
         """
-        have = rows[spans.lengths[rows] >= 0]
-        addresses, lengths = spans.addresses[have], spans.lengths[have]
-        if not len(have):
-            return np.empty(0, np.uint8), np.zeros(len(rows), np.int64)
-        base, end = int(addresses.min()), int((addresses + lengths).max())
-        # Blocks lie apart in memory: the view spans them all, but only the rows' own bytes are read.
-        return memory_at(base, end - base, (spans.keep, self._mapped_shards())), spans.addresses[rows] - base
+        have = spans.lengths >= 0
+        addresses = spans.addresses[have]
+        if not len(addresses):
+            return np.empty(0, np.uint8), np.zeros(len(owners), np.int64)
+        base, end = int(addresses.min()), int((addresses + spans.lengths[have]).max())
+        # Blocks lie apart in memory: the view spans them all, but only the values' own bytes are read.
+        return memory_at(base, end - base, (spans.keep, self._mapped_shards())), spans.addresses - base
 
     def _mapped_shards(self) -> Sequence[object]:
         """Return what keeps values alive that are no memory of ours."""
@@ -180,14 +176,10 @@ class StagedRows(ABC):
 
     @contextmanager
     def values_of(
-        self,
-        spans: StagedSpans,
-        rows: NDArray[np.int64],
-        column: str,
-        owners: NDArray[np.int64] | None = None,
+        self, spans: StagedSpans, owners: NDArray[np.int64], column: str
     ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
         """Do as `buffer_of`, for memory that may be read inside only."""
-        yield self.buffer_of(spans, rows, column, owners)
+        yield self.buffer_of(spans, owners, column)
 
     @abstractmethod
     def sample_error(self, row: int, reason: str, column: str | None, stage: str = "decode") -> SampleError:
