@@ -345,13 +345,13 @@ class StreamLoader:
         self._steps_asked = ()
         if (loop := self._loops.newest) is not None:
             self.sessions.drop(loop)
-        self.sessions.drop_idle(-1, 0)
+        self.sessions.drop_idle(-1)
 
     def _take_weights(self, epoch: int, position: int) -> None:
         """Go on, from a position on, with the weights that were set for the mixture since the last call."""
         if self._plan.lacks_weights(self.dataset):
             self._use_plan(self._plan.with_weights(epoch, position, self.dataset))
-            self.sessions.drop_idle(-1, 0)  # wherever it stands: it reads the next epoch in other shares
+            self.sessions.drop_idle(-1)  # wherever it stands: it reads the next epoch in other shares
 
     def _deliver_last(self, loop: EpochLoop, session: Session) -> None:
         """Note that the last batch of a loop is handed out: its session serves the next one, or ends."""
@@ -449,7 +449,7 @@ class StreamLoader:
         Loops that have begun go on with theirs.
         """
         if self._loops.set_epoch(epoch):
-            self.sessions.drop_idle(epoch, 0)
+            self.sessions.drop_idle(epoch)
 
     # ---- state --------------------------------------------------------------------------------------
 

@@ -30,8 +30,8 @@ class LoopSessions:
         self._memory_limit = 0
         self._loops: list[EpochLoop] = []
         """The loops that run, in the order in which they began."""
-        self._idle: Session | None = None
-        """The session that served the newest loop, until the next one begins."""
+        self._idle = EpochLoop(-1)
+        """No loop, but where the session of the newest one waits until the next begins."""
         self._closing: list[Session] = []
 
     def __getstate__(self) -> SessionStats:
@@ -54,13 +54,8 @@ class LoopSessions:
     def open(self) -> list[Session]:
         """All that are not closed."""
         with self._lock:
-            serving = [loop.session for loop in self._loops if loop.session is not None]
-            return [*self._closing, *serving, *([self._idle] if self._idle else [])]
-
-    @property
-    def newest(self) -> Session | None:
-        """The session that serves the newest loop, or waits for the next."""
-        return self.open[-1] if self.open else None
+            holders = (*self._loops, self._idle)
+            return [*self._closing, *(loop.session for loop in holders if loop.session is not None)]
 
     @property
     def num_loops(self) -> int:
@@ -79,10 +74,11 @@ class LoopSessions:
             self._memory_limit = memory_limit
             if loop not in self._loops:  # else its session was closed for holding too much
                 self._loops.append(loop)
-                loop.session, self._idle = self._idle, None
-            if loop.session is not None and not _is_at_start(loop):
-                self._closing.append(loop.session)
-                loop.session = None
+                loop.session, self._idle.session = self._idle.session, None
+            plan = loop.plan
+            assert plan is not None
+            if loop.session is not None and not loop.session.is_at(plan.order.epoch, plan.start):
+                self._end(loop)
             self._share_out()
         self._finish_closing()
         with Uninterrupted(), self._lock:
@@ -97,10 +93,9 @@ class LoopSessions:
         with self._lock:
             if loop not in self._loops:
                 return
-            if self._idle is not None:
-                self._closing.append(self._idle)
+            self._end(self._idle)
             self._loops.remove(loop)
-            self._idle, loop.session = loop.session, None
+            self._idle.session, loop.session = loop.session, None
         self._finish_closing()
         self._forget(loop)
 
@@ -109,9 +104,10 @@ class LoopSessions:
         with self._lock:
             if loop in self._loops:
                 self._loops.remove(loop)
-            session, loop.session = loop.session, None
-            if session is not None and join:
-                self._closing.append(session)
+            session = loop.session
+            if join:
+                self._end(loop)
+            loop.session = None
         if session is not None and not join:
             session.close(join=False)
             with self._lock:
@@ -122,30 +118,24 @@ class LoopSessions:
     def drop(self, loop: EpochLoop) -> None:
         """End the session of a loop that goes on with another plan."""
         with self._lock:
-            session, loop.session = loop.session, None
-            if session is not None:
-                self._closing.append(session)
+            self._end(loop)
         self._finish_closing()
 
-    def drop_idle(self, epoch: int, start: int) -> None:
-        """Close the session that waits for the next loop, unless that is where it stands."""
+    def drop_idle(self, epoch: int) -> None:
+        """Close the session that waits for the next loop, unless it stands at the begin of this epoch."""
         with self._lock:
-            if self._idle is not None and not self._idle.is_at(epoch, start):
-                self._closing.append(self._idle)
-                self._idle = None
+            if self._idle.session is not None and not self._idle.session.is_at(epoch, 0):
+                self._end(self._idle)
         self._finish_closing()
 
     def close(self) -> None:
         """End all sessions and the loops that they serve. Idempotent."""
         with self._lock:
-            for loop in self._loops:
+            loops, self._loops = self._loops, []
+            for loop in loops:
                 loop.closed = True
-                if loop.session is not None:
-                    self._closing.append(loop.session)
-                    loop.session = None
-            if self._idle is not None:
-                self._closing.append(self._idle)
-            loops, self._loops, self._idle = self._loops, [], None
+                self._end(loop)
+            self._end(self._idle)
         self._finish_closing()
         for loop in loops:
             self._forget(loop)
@@ -157,21 +147,23 @@ class LoopSessions:
         with self._lock:
             self._share_out()
 
+    def _end(self, loop: EpochLoop) -> None:
+        """Have the session of a loop closed, if it has one. Under the lock."""
+        if loop.session is not None:
+            self._closing.append(loop.session)
+            loop.session = None
+
     @property
     def _share(self) -> int:
         """Bytes that each session may hold."""
-        return self._memory_limit // max(1, len(self._loops) + (self._idle is not None))
+        return self._memory_limit // max(1, len(self._loops) + (self._idle.session is not None))
 
     def _share_out(self) -> None:
         """Tell the sessions their share; what holds more is to be closed. Under the lock."""
         share = self._share
-        for loop in self._loops:
+        for loop in (*self._loops, self._idle):
             if loop.session is not None and not loop.session.resize(share):
-                self._closing.append(loop.session)
-                loop.session = None
-        if self._idle is not None and not self._idle.resize(share):
-            self._closing.append(self._idle)
-            self._idle = None
+                self._end(loop)
 
     def _finish_closing(self) -> None:
         """Close what is to be closed, or wait until another thread has done it."""
@@ -185,9 +177,3 @@ class LoopSessions:
                 if session in self._closing:
                     self._closing.remove(session)
                     self._past = session.stats().with_past(self._past)
-
-
-def _is_at_start(loop: EpochLoop) -> bool:
-    assert loop.plan is not None
-    assert loop.session is not None
-    return loop.session.is_at(loop.plan.order.epoch, loop.plan.start)
