@@ -21,6 +21,7 @@ from dataflow.ragged import Ragged
 from dataflow.tables import described, one_line
 from sharding.lengths.batching import Batching, Packed
 from sharding.lengths.units import BatchSegments, Segments
+from sharding.order.windows import ranges
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -257,9 +258,7 @@ def cut(values: Ragged, begin: NDArray[np.int64], length: NDArray[np.int64]) -> 
     if not begin.any() and (length == have).all():
         return values
     offsets = np.concatenate(([0], np.cumsum(length)))
-    start = values.offsets.numpy()[:-1] + begin - offsets[:-1]
-    source = np.repeat(start, length)
-    source += np.arange(len(source))
+    source = ranges(values.offsets.numpy()[:-1] + begin, length)
     return Ragged(torch.from_numpy(values.values.numpy()[source]), torch.from_numpy(offsets))
 
 

@@ -62,10 +62,7 @@ def drop_rows(batch: Mapping[str, Any], keep: NDArray[np.int64]) -> dict[str, An
     rest: dict[str, Any] = {}
     for name, value in batch.items():
         if isinstance(value, Ragged):
-            rows = [value.row(i) for i in keep.tolist()]
-            lengths = value.lengths[index]
-            offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
-            rest[name] = Ragged(torch.cat(rows) if rows else value.values[:0], offsets)
+            rest[name] = Ragged.of_rows([value.row(i) for i in keep.tolist()])
         elif isinstance(value, Tensor):
             rest[name] = value[index]
         elif isinstance(value, OnDemand):

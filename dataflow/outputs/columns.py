@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from dataflow.decode.values import DRAWS, LACKING, Draws, check_fits
+from dataflow.decode.values import DRAWS, LACKING, Draws
 from dataflow.outputs.held_bytes import Ranges
 from dataflow.staging.columns import REASONS
 from dataflow.staging.rows import WindowPart
@@ -76,9 +76,7 @@ class ChunkRows(Struct, frozen=True, eq=False, dict=True):
         """Return the bytes of each row's value, read-only int64 [rows]; missing: `missing_bytes`."""
         known = self._bytes.get((column, missing_bytes))
         if known is None:
-            known = np.empty(self.num_rows, np.int64)
-            for part in self.parts:
-                known[part.chunk_rows] = part.spans(column).lengths[part.rows]
+            known = self.collected(lambda part: part.spans(column).lengths)
             known[known == MISSING] = missing_bytes
             np.maximum(known, 0, out=known)
             known.setflags(write=False)
@@ -104,11 +102,10 @@ class ChunkRows(Struct, frozen=True, eq=False, dict=True):
 
     def collected(self, of_window: Callable[[WindowPart], NDArray[np.int64]]) -> NDArray[np.int64]:
         """A number of each row, int64 [rows], of arrays that have it for all rows of a part's window."""
-        first, *others = self.parts
-        if not others:
-            return of_window(first)[first.rows]
+        if len(self.parts) == 1:
+            return of_window(self.parts[0])[self.parts[0].rows]
         numbers = np.empty(self.num_rows, np.int64)
-        for part in (first, *others):
+        for part in self.parts:
             numbers[part.chunk_rows] = of_window(part)[part.rows]
         return numbers
 
@@ -193,9 +190,9 @@ class ChunkColumns:
         self._closing, self._on_return = closing, on_return
         self._lock = threading.Lock()  # guards bad
         self.bad: dict[int, SampleError] = {}
+        """Row of the chunk -> what is wrong with it."""
         self.remarks: list[tuple[int, str, str]] = []
         """Row, column and what is odd about a value that is delivered all the same."""
-        """Row of the chunk -> what is wrong with it."""
         self.leased_bytes = 0
         """Bytes of slots within the chunk's credits."""
         self._zeros: list[Array] = []
@@ -225,15 +222,11 @@ class ChunkColumns:
 
         Where it is missing, those of `default`, which must outlive the copies; without one, no bytes.
         """
-        segments = np.empty((2, self.rows.num_rows), np.int64)
-        for part in self.rows.parts:
-            spans, rows = part.spans(column), part.rows
-            addresses = spans.addresses[rows]
-            if default is not None and spans.has_missing:
-                addresses[spans.lengths[rows] == MISSING] = default.ctypes.data
-            segments[0, part.chunk_rows] = addresses
-        segments[1] = self.rows.bytes_of(column, 0 if default is None else default.nbytes)
-        return segments
+        addresses = self.rows.collected(lambda part: part.spans(column).addresses)
+        if default is not None:
+            lengths = self.rows.collected(lambda part: part.spans(column).lengths)
+            addresses[lengths == MISSING] = default.ctypes.data
+        return np.stack((addresses, self.rows.bytes_of(column, 0 if default is None else default.nbytes)))
 
     def addresses_of(self, column: str, nbytes: int, default: Array | None) -> NDArray[np.int64]:
         """Addresses of every row's value of so many bytes, int64 [rows].
@@ -242,16 +235,10 @@ class ChunkColumns:
         left out, and have another's, or zeros where all lack it. Raises `SampleError` for a value of another
         length.
         """
-        addresses, is_uniform = np.empty(self.rows.num_rows, np.int64), True
-        for part in self.rows.parts:
-            spans = part.spans(column)
-            addresses[part.chunk_rows] = spans.addresses[part.rows]
-            is_uniform = is_uniform and spans.uniform_bytes == nbytes
-        if is_uniform:
+        addresses = self.rows.collected(lambda part: part.spans(column).addresses)
+        if all(part.spans(column).uniform_bytes == nbytes for part in self.rows.parts):
             return addresses
-        lengths = np.empty(self.rows.num_rows, np.int64)
-        for part in self.rows.parts:
-            lengths[part.chunk_rows] = part.spans(column).lengths[part.rows]
+        lengths = self.rows.collected(lambda part: part.spans(column).lengths)
         have, wrong = np.flatnonzero(lengths >= 0), np.flatnonzero((lengths >= 0) & (lengths != nbytes))
         if len(wrong):
             reason = f"holds {lengths[wrong[0]]} bytes where every other sample holds {nbytes}"
@@ -297,10 +284,6 @@ class ChunkColumns:
                 raise
             self.note_bad(value[1], column, error)
             return None
-
-    def check_fits(self, nbytes: int) -> None:
-        """Raise `MemoryLimitError` where a sample's decoded value takes more than the loader may have."""
-        check_fits(nbytes, self.sample_bytes)
 
     # ---- bad samples --------------------------------------------------------------------------------------
 

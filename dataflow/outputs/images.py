@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dataflow.decode.image import Image, decode_image, decode_images, of_own_size
-from dataflow.decode.values import Draws
+from dataflow.decode.values import Draws, check_fits
 from dataflow.outputs.columns import ChunkColumns
 from dataflow.outputs.decoded import Bytes, DecodedOutput, Failures, Remark
 from dataflow.outputs.output import BuiltColumn, split_list
@@ -164,7 +164,7 @@ class _Sizes:
         """An image's own size. Raises `MemoryLimitError` if its sample cannot fit."""
         spec = of_own_size(self._image, data)
         used_bytes = self._used_bytes + _bytes_of(spec)
-        self._columns.check_fits(used_bytes)
+        check_fits(used_bytes, self._columns.sample_bytes)
         self._used_bytes = used_bytes
         return spec
 
