@@ -19,13 +19,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
-import torch
 from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, StoredValue
 from dataflow.outputs.fixed import default_row
-from dataflow.outputs.output import BuiltColumn, Output, split_list, split_rows
+from dataflow.outputs.output import BuiltColumn, Output, split_list, split_ragged, split_rows
 from dataflow.staging.columns import REASONS, StagedOutput, StagedSpans
 from dataflow.staging.rows import WindowPart
 from prefetch.errors import MemoryLimitError
@@ -36,7 +35,6 @@ from sharding.errors import SampleError
 
 if TYPE_CHECKING:
     from dataflow.decode.values import Draws
-    from dataflow.ragged import Ragged
 
 
 Bytes = NDArray[np.uint8]
@@ -266,7 +264,7 @@ class DecodedOutput(Output):
                     target=values.target[few],
                 )
                 tasks.append(partial(self._fill, columns, own, out))
-        split = partial(_split_lists, out, offsets) if self.is_list else partial(split_rows, out)
+        split = partial(split_ragged, out, offsets) if self.is_list else partial(split_rows, out)
         return BuiltColumn(split=split, decodes=tasks)
 
     def _fill(self, columns: ChunkColumns, values: PartValues, out: NDArray[Any]) -> None:
@@ -381,14 +379,3 @@ def _items(value: StoredValue) -> list[StoredValue]:
     _, starts, lengths = list_items(data, np.zeros(1, np.int64))
     items = zip(starts.tolist(), lengths.tolist(), strict=True)
     return [(data[start : start + length], row) for start, length in items]
-
-
-def _split_lists(out: NDArray[Any], offsets: NDArray[np.int64], sizes: Sequence[int]) -> Iterator[Ragged]:
-    """The values of each batch; offsets count from the batch's own first value."""
-    from dataflow.ragged import Ragged
-
-    row = 0
-    for size in sizes:
-        own = offsets[row : row + size + 1]
-        yield Ragged(torch.from_numpy(out[int(own[0]) : int(own[-1])]), torch.from_numpy(own - own[0]))
-        row += size

@@ -47,14 +47,9 @@ class FixedOutput(Output):
 
     def optional(self, default: Any, *, has_mask: bool) -> Self:
         """See `Output`. Without a default a mask tells of rows of 0, or of NaN where numbers are floats."""
-        dtype = self._stored_dtype
+        dtype = self.source_dtype
         unknown = math.nan if np.dtype(dtype).kind == "f" else 0
         return replace(self, default=default_row(self, default, unknown, dtype, has_mask=has_mask))
-
-    @property
-    def _stored_dtype(self) -> str:
-        """The dtype of what is copied into a batch."""
-        return self.dtype
 
     def batch_bytes(self, rows: ChunkRows) -> int:
         """Return the bytes of the slot."""
@@ -158,10 +153,6 @@ class RowsOutput(FixedOutput):
         own = {one.name: getattr(self, one.name) for one in fields(self)}
         parse = partial(stored_numbers, dtype=self.dtype, shape=self.shape)
         return ArrayOutput(**{**own, "parse": parse})
-
-    @property
-    def _stored_dtype(self) -> str:
-        return self.source_dtype  # widened with all others
 
     def build(self, columns: ChunkColumns) -> BuiltColumn:
         """Rows gathered from the stored bytes. Raises `SampleError` for a value of another length."""

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from dataflow.decode.values import LACKING
 from dataflow.outputs.columns import ChunkColumns, ChunkRows
+from dataflow.ragged import Ragged
 from dataflow.staging.columns import StagedOutput
 from prefetch.core.copy_table import PlanColumn
 from prefetch.core.executor import executor
@@ -54,11 +55,6 @@ class BuiltColumn(Struct, kw_only=True):
     fixed size, for who takes them one by one."""
     ahead: Callable[[int], int] | None = None
     """Size of the next batch -> bytes of slots that its value will take: to be asked before each value."""
-
-    def values(self, sizes: Sequence[int]) -> Iterable[Any]:
-        """One value a batch, when all copies and decodes are done."""
-        assert self.split is not None
-        return self.split(sizes)
 
     def whole(self, columns: ChunkColumns) -> Any:
         """Do everything, and give the value of one batch of all rows."""
@@ -278,6 +274,16 @@ def split_rows(out: NDArray[Any], sizes: Sequence[int]) -> list[Tensor]:
         return [torch.from_numpy(out)]
     ends = list(itertools.accumulate(sizes))
     return [torch.from_numpy(out[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+
+
+def split_ragged(values: NDArray[Any], offsets: NDArray[np.int64], sizes: Sequence[int]) -> Iterator[Ragged]:
+    """The rows of each batch; offsets count from the batch's own first element."""
+    row = 0
+    for size in sizes:
+        own = offsets[row : row + size + 1]
+        # numpy slices it, as above.
+        yield Ragged(torch.from_numpy(values[int(own[0]) : int(own[-1])]), torch.from_numpy(own - own[0]))
+        row += size
 
 
 def split_list(values: list[Any], sizes: Sequence[int]) -> Iterator[list[Any]]:

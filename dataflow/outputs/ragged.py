@@ -8,13 +8,11 @@ from functools import partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from dataflow.outputs.columns import ChunkColumns, ChunkRows
 from dataflow.outputs.fixed import stored_array
-from dataflow.outputs.output import BuiltColumn, Default, Output
-from dataflow.ragged import Ragged
+from dataflow.outputs.output import BuiltColumn, Default, Output, split_ragged
 from prefetch.core.copy_table import PlanColumn
 from prefetch.memory.arena import rounded_bytes
 
@@ -98,21 +96,12 @@ class RaggedOutput(Output):
     def _views(
         self, ends: NDArray[np.int64], memory: NDArray[np.uint8], first: int, sizes: Sequence[int]
     ) -> Iterator[Any]:
-        """One value a batch; offsets count from the batch's own first element."""
+        """One value a batch."""
         itemsize = np.dtype(self.source_dtype).itemsize
         elements = ends[first : first + sum(sizes) + 1] // itemsize
         elements -= elements[0]
         values = memory[: int(elements[-1]) * itemsize].view(self.source_dtype)
-        row = 0
-        for size in sizes:
-            own = elements[row : row + size + 1]
-            # numpy slices it: a tensor would give up the GIL in the middle.
-            rows = torch.from_numpy(values[int(own[0]) : int(own[-1])])
-            yield self._delivered(Ragged(rows, torch.from_numpy(own - own[0])))
-            row += size
-
-    def _delivered(self, rows: Ragged) -> Any:
-        return rows
+        return split_ragged(values, elements, sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,5 +119,8 @@ class PaddedOutput(RaggedOutput):
         """Return the kind, dtype and padding."""
         return f"{super().description()} {self.pad}"
 
-    def _delivered(self, rows: Ragged) -> Any:
-        return rows.padded(self.pad.value, self.pad.length)
+    def _views(
+        self, ends: NDArray[np.int64], memory: NDArray[np.uint8], first: int, sizes: Sequence[int]
+    ) -> Iterator[Any]:
+        for rows in super()._views(ends, memory, first, sizes):
+            yield rows.padded(self.pad.value, self.pad.length)
