@@ -13,7 +13,7 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, cast, overload
 
 import torch
 from torch.utils.data import BatchSampler, default_collate, default_convert
@@ -48,39 +48,6 @@ D_co = TypeVar("D_co", covariant=True, default=Any)
 B = TypeVar("B", default=dict[str, Any])
 """A batch of shards: what `collate_fn` returns, or else a dict of columns."""
 T = TypeVar("T")
-
-
-class LoaderEngine(Protocol):
-    """The engine that serves the batches of a `DataLoader`."""
-
-    def __iter__(self) -> Iterator[Any]:
-        """Begin a loop: an epoch, or where a loaded state says."""
-
-    def __len__(self) -> int:
-        """Batches of an epoch on this rank. `TypeError` where it cannot be known."""
-
-    @property
-    def resumed(self) -> bool:
-        """Return whether a state was loaded and no batch asked for since."""
-
-    @property
-    def read_pause(self) -> ReadPause | None:
-        """Asks remote reads to wait; None where there are none."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Let the next loop run this epoch."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the batches handed out so far end, as JSON values."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next loop go on there. `ValueError`, and nothing changes, if that means other samples."""
-
-    def stats(self) -> LoaderStats | WorkerStats:
-        """A snapshot, counted since the loader was made."""
-
-    def close(self) -> None:
-        """End threads and processes, and the loops that run. Idempotent."""
 
 
 class StreamAttribute(Generic[T]):
@@ -330,7 +297,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             self.check_worker_number_rationality()
 
     @property
-    def _engine(self) -> LoaderEngine:
+    def _engine(self) -> StreamLoader | DropInEngine:
         return self._stream if self._stream is not None else DropInEngine(self)
 
     batches_left = StreamAttribute[int | None]("Batches of the next loop on this rank; None: not known.")

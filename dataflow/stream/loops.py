@@ -190,7 +190,7 @@ class LoopQueue:
         for loop in loops:
             if loop.is_live:
                 loop.begins = start
-                if not self._is_endless(start[0]):
+                if not self._is_endless:
                     start = start[0] + 1, 0
 
     def end(self, loop: EpochLoop, epoch: int) -> None:
@@ -220,7 +220,7 @@ class LoopQueue:
         if not self._in_epoch:
             return self.epoch, self.start
         # The last loop was left early: a new loop is a new epoch.
-        endless = not self._is_whole() and self._is_endless(self.epoch)
+        endless = not self._is_whole() and self._is_endless
         return (self.epoch, self.position) if endless else (self.epoch + 1, 0)
 
     @property
@@ -259,5 +259,7 @@ class LoopQueue:
         """Return whether the newest loop has all batches of its epoch."""
         return self._in_epoch and self.newest is not None and self.newest.is_whole
 
-    def _is_endless(self, epoch: int) -> bool:
+    @property
+    def _is_endless(self) -> bool:
+        """Return whether an epoch has no end."""
         return isinstance(self._dataset, Mixture) and self._dataset.spec.stop == "never"

@@ -48,7 +48,7 @@ def checked_workers(workers: Any, num_workers: int, context: Any) -> str:
 
 
 class DropInEngine:
-    """Implements `dataflow.loader.LoaderEngine` over map-style and iterable datasets."""
+    """Serves batches of map-style and iterable datasets, as `StreamLoader` those of shards."""
 
     read_pause = None
 
