@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from dataflow.actors.cluster import RayClusterError
 from dataflow.batch.builder import ChunkPlan
 from dataflow.outputs.columns import ChunkRows
-from dataflow.staging.planned import PlannedWindow
 from dataflow.staging.rows import OpenRows, RowReader, WindowPart
-from dataflow.staging.source import Traffic
+from dataflow.staging.source import Source, Traffic
+from dataflow.staging.window import RowFraction, StagedWindow, WindowSamples
 from prefetch.counts import NO_FAULTS, ReadStats
 from prefetch.engine.pool import PriorityPool
 from prefetch.memory.arena import Arena
@@ -81,6 +81,41 @@ def only_read(dataset: ShardedDataset) -> ShardedDataset:
     read.on_error = "raise"
     read.storage_options = dataset.options_elsewhere()
     return read
+
+
+class PlannedWindow(StagedWindow):
+    """A window that is not read here: which blocks it has, and which rows batches take.
+
+    Made as by `open_rows`. Its rows are numbered as those of any window over whole blocks, so a window of the
+    same blocks, which another machine has read, gives their values.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        arena: Arena,
+        numbers: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        *,
+        share: RowFraction,
+        num_readers: int,
+    ) -> None:
+        super().__init__(source, arena, WindowSamples(source.first_number, source.blocks(numbers)), rows)
+        self.numbers = numbers
+        """[b] of the blocks, in read order."""
+        self.whole = share != "few"
+        """True if its blocks are read whole, so that they can be held to their checksums."""
+        self.nbytes = rows.nbytes
+
+    def reads(self) -> Sequence[Task]:
+        """Return no tasks: a planned window reads nothing."""
+        return ()
+
+    def _release(self) -> None:
+        return
+
+    def _stored(self, ordinal: int) -> memoryview | None:
+        return None
 
 
 def read_plan(plan: ChunkPlan, rows: ChunkRows) -> ReadPlan:

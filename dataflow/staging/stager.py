@@ -1,12 +1,12 @@
 """Stage a window of an order: which blocks it needs, and which of their rows.
 
 Of a full shuffle's windows, few samples of many blocks are wanted; of all others, most of each. What is made
-of that, `open_rows` says. Where builders read by themselves, windows are only planned.
+of that, `open_rows` says, or where builders read by themselves, what only plans windows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -87,7 +87,7 @@ class Stager:
         arena: where windows lie.
         num_readers: threads that will read a window's blocks.
         limit_bytes: the memory limit; a window of a full shuffle may take an eighth of it.
-        reads: whether windows are read; else they are only planned.
+        open_window: opens windows, as `open_rows`, which reads; builders elsewhere read by themselves.
         seed: of the random numbers that say which parts of values are read.
     """
 
@@ -98,11 +98,11 @@ class Stager:
         *,
         num_readers: int,
         limit_bytes: int,
-        reads: bool = True,
+        open_window: Callable[..., StagedWindow] = open_rows,
         seed: int = 0,
     ) -> None:
-        self._sources, self._arena, self._limit_bytes, self._reads = sources, arena, limit_bytes, reads
-        self._seed = seed
+        self._sources, self._arena, self._limit_bytes = sources, arena, limit_bytes
+        self._open_window, self._seed = open_window, seed
         self._num_readers, self._full_window_bytes = num_readers, limit_bytes // 8
         self._matches = [
             _match_stagers(source, arena, num_readers) if source.matches else [] for source in sources
@@ -179,11 +179,9 @@ class Stager:
     def _opened(
         self, source: Source, blocks: NDArray[np.int64], rows: NDArray[np.int64], share: RowFraction
     ) -> StagedWindow:
-        if not self._reads:
-            from dataflow.staging.planned import PlannedWindow
-
-            return PlannedWindow(source, self._arena, blocks, rows, whole=share != "few")
-        return open_rows(source, self._arena, blocks, rows, share=share, num_readers=self._num_readers)
+        return self._open_window(
+            source, self._arena, blocks, rows, share=share, num_readers=self._num_readers
+        )
 
 
 def _match_stagers(source: Source, arena: Arena, num_readers: int) -> list[MatchStager]:

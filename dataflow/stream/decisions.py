@@ -43,8 +43,11 @@ time. Sixteen took a third of a training's rate, processes 1 to 12 % (docs/notes
 
 
 _ACTORS = "dataflow.actors.builders"
-CLUSTERS = {"ray": (f"{_ACTORS}:cluster_nodes", f"{_ACTORS}:RayBuilders")}
-"""By the name that `builders=` takes: what says where builders of a cluster would run, and these builders."""
+CLUSTERS = {
+    "ray": (f"{_ACTORS}:cluster_nodes", f"{_ACTORS}:RayBuilders", "dataflow.actors.reading:PlannedWindow")
+}
+"""By the name that `builders=` takes: what says where builders of a cluster would run, these builders, and
+windows of those that read by themselves."""
 
 _THREADS_AT_FIRST = 8
 """Threads that build until processes have started: eight fed a training 1.4 times as fast as seventeen."""

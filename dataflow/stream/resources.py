@@ -19,6 +19,7 @@ from dataflow.batch.at_work import sample_at
 from dataflow.batch.builder import BuildContext
 from dataflow.batch.delivered import BatchSums, Delivered
 from dataflow.planning.settings import StreamSettings
+from dataflow.staging.rows import open_rows
 from dataflow.staging.source import Source, Traffic
 from dataflow.staging.stager import Stager
 from dataflow.stream.cache import OpenCaches
@@ -83,13 +84,14 @@ class Resources:
         self.arena = Arena(limit_bytes=limit, register=register, hides=hides)
         self.ledger.reconcile_first(self.arena.reconcile)
         self.sources = OpenSources(decided, pause)
+        is_read_there = decided.builders.reads
         stager = Stager(
             self.sources.opened,
             self.arena,
             num_readers=ahead.num_readers,
             limit_bytes=limit,
-            reads=not decided.builders.reads,
             seed=plan.seed,
+            open_window=resolve_name(CLUSTERS[decided.builders.workers][2]) if is_read_there else open_rows,
         )
         options = EngineOptions(
             num_readers=ahead.num_readers,
