@@ -7,18 +7,22 @@ sample: a window takes its part of them in one step, however many blocks it has.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from sharding.blocks import Block, Format, Spans
+from sharding.cached_property import cached_property
 from sharding.catalog.table import Catalog
 from sharding.order.windows import ranges
 
 _REMEMBERED_BYTES = 64 << 20
 _REMEMBERED_BLOCKS = 1 << 16
+Located = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""The first byte of each row's value in its shard, and how many; -1: it has none."""
 
 
 class ParsedNumbers:
@@ -68,16 +72,18 @@ class ValueLocator:
 
     def of_blocks(self, numbers: NDArray[np.int64]) -> LocatedBlocks | None:
         """Some blocks, [b] numbers, and where their values lie; None where the format cannot tell."""
-        if not self._is_remembered:
-            blocks = [self._catalog.block(number) for number in numbers.tolist()]
-            located = [self._codec.locate(block, self._columns) for block in blocks]
-            spans = [columns for columns in located if columns is not None]
-            return LocatedBlocks(self, blocks, numbers, spans) if len(spans) == len(blocks) else None
         wanted = numbers.tolist()
-        for number in wanted:
-            if number not in self._blocks and not self._remember(number):
-                return None
-        return LocatedBlocks(self, [self._blocks[number] for number in wanted], numbers, None)
+        if self._is_remembered:
+            for number in wanted:
+                if number not in self._blocks and not self._remember(number):
+                    return None
+            return LocatedBlocks([self._blocks[number] for number in wanted], numbers, self._remembered)
+        blocks = [self._catalog.block(number) for number in wanted]
+        located = [self._codec.locate(block, self._columns) for block in blocks]
+        spans = [columns for columns in located if columns is not None]
+        if len(spans) < len(blocks):
+            return None
+        return LocatedBlocks(blocks, numbers, lambda name, _: _side_by_side(blocks, spans, name))
 
     def _remember(self, number: int) -> bool:
         """Find a block; whether the format can tell where its values lie."""
@@ -102,48 +108,32 @@ class ValueLocator:
             known = self._parsed.setdefault(column, ParsedNumbers(self._catalog.num_blocks, values))
         return known
 
-    def remembered(self, column: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return where the values of all samples start in their shard, and their bytes."""
-        return self._starts[column], self._lengths[column]
+    def _remembered(self, column: str, samples: NDArray[np.int64]) -> Located:
+        return self._starts[column][samples], self._lengths[column][samples]
 
 
-class LocatedBlocks:
-    """Some blocks of a source, one after the other, and where their values lie.
+def _side_by_side(blocks: Sequence[Block], spans: Sequence[dict[str, Spans]], column: str) -> Located:
+    """Return where values of all samples of some blocks lie, given where they lie in each."""
+    starts = [own[column].starts + block.offset for own, block in zip(spans, blocks, strict=True)]
+    lengths, none = [own[column].lengths for own in spans], np.zeros(0, np.int64)
+    return np.concatenate([none, *starts]), np.concatenate([none, *lengths])
 
-    Args:
-        locator: the source's.
-        blocks: [b]
-        numbers: [b] of the blocks.
-        spans: per block, where its values lie in it; None: `locator` remembers.
-    """
 
-    def __init__(
-        self,
-        locator: ValueLocator,
-        blocks: list[Block],
-        numbers: NDArray[np.int64],
-        spans: Sequence[dict[str, Spans]] | None,
-    ) -> None:
-        self._locator, self._spans = locator, spans
-        self.blocks, self.numbers = blocks, numbers
-        self.counts = np.array([block.num_samples for block in blocks], np.int64)
+class LocatedBlocks(Struct, frozen=True, dict=True):
+    """Some blocks of a source, one after the other, and where their values lie."""
+
+    blocks: list[Block]
+    numbers: NDArray[np.int64]
+    """[b] of the blocks."""
+    column: Callable[[str, NDArray[np.int64]], Located]
+    """The name of a column, and `samples` -> the place of each row's value, new arrays."""
+
+    @cached_property
+    def counts(self) -> NDArray[np.int64]:
         """[b] number of samples of each."""
+        return np.array([block.num_samples for block in self.blocks], np.int64)
 
     def samples(self) -> NDArray[np.int64]:
         """[rows] of each row, its number in the source; made anew, to be dropped when all is staged."""
         first = np.array([block.first_sample for block in self.blocks], np.int64)
         return ranges(first, self.counts)
-
-    def column(self, name: str, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return where values start in their shard and their bytes, each a new int64 [rows]; -1: it has none.
-
-        `samples`: those of the method.
-        """
-        if self._spans is None:
-            starts, lengths = self._locator.remembered(name)
-            return starts[samples], lengths[samples]
-        if not self._spans:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        starts = np.concatenate([spans[name].starts for spans in self._spans])
-        starts += np.repeat(np.array([block.offset for block in self.blocks], np.int64), self.counts)
-        return starts, np.concatenate([spans[name].lengths for spans in self._spans])
