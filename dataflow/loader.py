@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
     from dataflow.telemetry.status.loaders import LoaderStatus
     from dataflow.telemetry.timing.health import LoaderHealth
     from prefetch.control.pause import ReadPause
-
-_log = logging.getLogger("dataflow")
 
 D_co = TypeVar("D_co", covariant=True, default=Any)
 """The dataset: a `Sharded` one decides what batches and statistics are."""

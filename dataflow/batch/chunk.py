@@ -30,7 +30,6 @@ from prefetch.memory.arena import Arena, rounded_bytes
 from prefetch.memory.copies import ChunkCopies, Copies
 from prefetch.work import PartialChunk
 from sharding.cached_property import cached_property
-from sharding.errors import ShardReadError
 from sharding.lengths.units import BatchSegments, Segments
 from sharding.order.permutations import sum_key
 from sharding.plan.batch_index import BatchIndex
@@ -155,7 +154,8 @@ class BatchChunk:
         for job, end in enumerate(copies.plan.ends.tolist()):
             slot, num_bad = copies.take()
             if num_bad:
-                raise self._lost(copies, first, end)
+                row = first + int(np.flatnonzero(copies.status[first:end])[0])
+                raise self.rows.truncated(row, copies.plan.columns[int(copies.status[row]) - 1].name)
             if end == num_rows:
                 for window in self.closes:
                     window.verify()
@@ -174,11 +174,6 @@ class BatchChunk:
                 del batch
                 first, number = first + size, number + 1
             del values
-
-    def _lost(self, copies: ChunkCopies, first: int, end: int) -> ShardReadError:
-        """The error of the first row of a job whose bytes are gone."""
-        row = first + int(np.flatnonzero(copies.status[first:end])[0])
-        return self.rows.truncated(row, copies.plan.columns[int(copies.status[row]) - 1].name)
 
     def finish(self) -> Generator[PartialChunk[Delivered]]:
         """The batches, as `BatchBuilder.finish`; those of jobs are made when they are taken."""

@@ -59,7 +59,8 @@ class Lists(Struct, frozen=True, eq=False):
 
     def take(self, rows: NDArray[np.int64]) -> Lists:
         """Some of them; a copy of their elements only where they are few of the array's."""
-        return Lists(self.values, self.starts[rows], self.lengths[rows]).compact()
+        some = Lists(self.values, self.starts[rows], self.lengths[rows])
+        return some if 2 * int(some.lengths.sum()) >= len(self.values) else some.gathered()
 
     def ragged(
         self,
@@ -85,10 +86,6 @@ class Lists(Struct, frozen=True, eq=False):
         if is_last and self.lengths.sum() == len(self.values) and (self.starts == starts).all():
             return self
         return Lists(self.values[ranges(self.starts, self.lengths)], starts, self.lengths)
-
-    def compact(self) -> Lists:
-        """The same in an array that is at most twice as long as they are."""
-        return self if 2 * int(self.lengths.sum()) >= len(self.values) else self.gathered()
 
     @classmethod
     def of(cls, rows: Ragged) -> Lists:

@@ -315,8 +315,6 @@ def _is_much(whole_bytes: int, own_bytes: int, address: int, decoded: Ranges, sl
 
 _TOO_DEEP = 50
 """No batch is nested as deep as this."""
-_NAMED = 20
-"""Columns that a message names."""
 _OF_OTHER_ARGUMENTS = (KeyError, TypeError, AttributeError)
 """Errors of code that takes its argument for something else."""
 LEAVE_OUT = "or leave such samples out by on_error='skip'"

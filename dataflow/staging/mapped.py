@@ -90,9 +90,6 @@ class WindowOfFiles(StagedWindow):
         if not is_loaded:
             yield self.buffer_of(spans, owners, column)
 
-    def _mapped_shards(self) -> Sequence[object]:
-        return self._shards
-
     def verify(self) -> None:
         """Raise `ShardChangedError` if a shard was written in place since it was indexed."""
         for mapped in set(self._shards):

@@ -184,14 +184,6 @@ class WindowPart(Struct, frozen=True):
             return int(self.chunk_rows.start) + index
         return int(self.chunk_rows[index])
 
-    def between(self, start: int, stop: int) -> WindowPart:
-        """Its rows [start, stop), or up to its last."""
-        if isinstance(self.chunk_rows, slice):
-            first = self.chunk_rows.start
-            taken = slice(first + start, min(first + stop, self.chunk_rows.stop))
-            return WindowPart(self.window, self.rows[start:stop], taken)
-        return WindowPart(self.window, self.rows[start:stop], self.chunk_rows[start:stop])
-
     def array(self, column: str) -> NDArray[Any]:
         """A column of the window that was staged as an array, [window rows, *shape]."""
         staged = self.window.staged[column]

@@ -135,6 +135,8 @@ class StagedRows(ABC):
 
     mapped: ClassVar[bool] = False
     """True if values lie in mapped files."""
+    _shards: Sequence[object] = ()
+    """What keeps values alive that are no memory of ours."""
 
     def __init__(self, source_number: int, samples: RowNumbers, source_epoch: int | None = None) -> None:
         self.source_number, self.source_epoch = source_number, source_epoch
@@ -168,11 +170,7 @@ class StagedRows(ABC):
             return np.empty(0, np.uint8), np.zeros(len(owners), np.int64)
         base, end = int(addresses.min()), int((addresses + spans.lengths[have]).max())
         # Blocks lie apart in memory: the view spans them all, but only the values' own bytes are read.
-        return memory_at(base, end - base, (spans.keep, self._mapped_shards())), spans.addresses - base
-
-    def _mapped_shards(self) -> Sequence[object]:
-        """Return what keeps values alive that are no memory of ours."""
-        return ()
+        return memory_at(base, end - base, (spans.keep, self._shards)), spans.addresses - base
 
     @contextmanager
     def values_of(
