@@ -135,15 +135,6 @@ class DecodedOutput(Output):
         """Bytes of the values of a row; of lists about: by it is decided how far ahead batches are made."""
         return self.mean_items * self.value_bytes
 
-    @property
-    def list_length(self) -> int | None:
-        """Elements of each row, where rows are lists."""
-        return self.shape[0] if self.is_fixed and len(self.shape) == 1 else None
-
-    def description(self) -> str:
-        """Kind and dtype; the shape, where all rows have the same."""
-        return f"{super().description()} {list(self.shape)}" if self.is_fixed else super().description()
-
     def optional(self, default: Any, *, has_mask: bool) -> Self:
         """See `Output`. A missing list is an empty one, other values without a shape are `instead`."""
         if self.is_list:

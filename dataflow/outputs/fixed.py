@@ -36,15 +36,6 @@ class FixedOutput(Output):
         """Bytes of one delivered row."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
-    @property
-    def list_length(self) -> int | None:
-        """Elements of each row, where rows are lists."""
-        return self.shape[0] if len(self.shape) == 1 else None
-
-    def description(self) -> str:
-        """Return the kind, dtype and shape."""
-        return f"{super().description()} {list(self.shape)}"
-
     def optional(self, default: Any, *, has_mask: bool) -> Self:
         """See `Output`. Without a default a mask tells of rows of 0, or of NaN where numbers are floats."""
         dtype = self.source_dtype

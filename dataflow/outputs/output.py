@@ -162,7 +162,7 @@ class Output(StagedOutput, ABC):
     @property
     def list_length(self) -> int | None:
         """Elements of each row, where rows are lists of one length."""
-        return None
+        return self.shape[0] if self.is_fixed and len(self.shape) == 1 else None
 
     @property
     def staged(self) -> tuple[StagedOutput, ...]:
@@ -179,9 +179,10 @@ class Output(StagedOutput, ABC):
         return self
 
     def description(self) -> str:
-        """Return what it delivers, for messages: kind, dtype and what else decides."""
+        """Return what it delivers, for messages: kind, dtype, the one shape, and what else decides."""
         missing = "" if self.default is None else f" ({self.default.value!r} where missing)"
-        return f"{self.kind} {self.dtype}{missing}"
+        shape = f" {list(self.shape)}" if self.is_fixed else ""
+        return f"{self.kind} {self.dtype}{missing}{shape}"
 
     def optional(self, default: Any, *, has_mask: bool) -> Self:
         """The output of a column that samples may lack, as `Optional` says.
