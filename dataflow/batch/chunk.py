@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dataflow.batch.builder import NO_ROWS, BatchBuilder, BuildContext, ChunkPlan
 from dataflow.batch.delivered import BatchSums, Delivered, LazyBatches, job_ends, largest_job
@@ -34,6 +33,7 @@ from sharding.lengths.units import BatchSegments, Segments
 from sharding.order.permutations import sum_key
 from sharding.plan.batch_index import BatchIndex
 from sharding.plan.plan import EpochPlan, RankPlan
+from sharding.spans import Ints
 
 
 class BatchChunk:
@@ -103,7 +103,7 @@ class BatchChunk:
         return sum(part.array(output.name)[:1].nbytes * len(part.rows) for part in self.rows.parts)
 
     @cached_property
-    def _job_ends(self) -> NDArray[np.int64]:
+    def _job_ends(self) -> Ints:
         """[jobs] the row after the last of each, where batches are copied in jobs."""
         assert self._copies is not None
         return job_ends(self.plan.sizes, self._copies.batches_per_job)
@@ -231,9 +231,7 @@ def _window_parts(
     return parts
 
 
-def _rows_in_batches(
-    plan: RankPlan, number: int, window: StagedWindow, arena: Arena
-) -> tuple[int, NDArray[np.int64]]:
+def _rows_in_batches(plan: RankPlan, number: int, window: StagedWindow, arena: Arena) -> tuple[int, Ints]:
     """The first full batch that lies in the window alone, and the rows of all such batches one after another.
 
     Most batches lie in one window. Locating their positions would cost more than all else that a chunk of
@@ -261,8 +259,8 @@ def note_sums(
     sums: BatchSums | None,
     epoch: int,
     first_batch: int,
-    sizes: NDArray[np.int64],
-    parts: Iterable[tuple[NDArray[np.int64], slice | NDArray[np.int64], WindowSamples | None]],
+    sizes: Ints,
+    parts: Iterable[tuple[Ints, slice | Ints, WindowSamples | None]],
     pieces: Segments | None,
 ) -> None:
     """Note the sums of batches of so many rows each: of the rows that are read, and not of the plan.

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from prefetch.core.copy_table import COLUMN_ALIGN
 from sharding.errors import SampleError
+from sharding.spans import Ints
 
 UNTRAINED = "no token of it is to be learned"
 """A remark about a sample; all others are about images."""
@@ -101,13 +102,13 @@ class LazyBatches:
         return self._batches
 
 
-def job_ends(sizes: NDArray[np.int64], batches_per_job: int) -> NDArray[np.int64]:
+def job_ends(sizes: Ints, batches_per_job: int) -> Ints:
     """Batches [batches] of so many rows in jobs of so many batches: [jobs] the row after the last of each."""
     ends = np.cumsum(sizes)
     return np.append(ends[batches_per_job - 1 : -1 : batches_per_job], ends[-1:])
 
 
-def largest_job(ends: NDArray[np.int64], row_sizes: Sequence[int | NDArray[np.int64]]) -> int:
+def largest_job(ends: Ints, row_sizes: Sequence[int | Ints]) -> int:
     """Bytes of a slot that holds any of the jobs, given the bytes of each column's rows."""
     first = np.append(0, ends[:-1])
     totals = np.full(len(ends), COLUMN_ALIGN * len(row_sizes))

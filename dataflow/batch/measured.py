@@ -39,6 +39,7 @@ from sharding.lengths.batching import Batching
 from sharding.lengths.units import BatchSegments
 from sharding.order.windows import ranges
 from sharding.printable import listed
+from sharding.spans import Ints
 
 _NO_COST = -1
 
@@ -48,25 +49,25 @@ class Lists(Struct, frozen=True, eq=False):
 
     values: NDArray[Any]
     """[total, ...]"""
-    starts: NDArray[np.int64]
+    starts: Ints
     """[n]: first element of each."""
-    lengths: NDArray[np.int64]
+    lengths: Ints
     """[n] number of elements of each list."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         whole = self.gathered()  # nobody else's elements go along
         return Lists, (whole.values, whole.starts, whole.lengths)
 
-    def take(self, rows: NDArray[np.int64]) -> Lists:
+    def take(self, rows: Ints) -> Lists:
         """Some of them; a copy of their elements only where they are few of the array's."""
         some = Lists(self.values, self.starts[rows], self.lengths[rows])
         return some if 2 * int(some.lengths.sum()) >= len(self.values) else some.gathered()
 
     def ragged(
         self,
-        rows: NDArray[np.int64],
-        begin: NDArray[np.int64] | None = None,
-        length: NDArray[np.int64] | None = None,
+        rows: Ints,
+        begin: Ints | None = None,
+        length: Ints | None = None,
         *,
         is_last: bool = False,
     ) -> Ragged:
@@ -108,7 +109,7 @@ class Lists(Struct, frozen=True, eq=False):
 class MeasuredSamples(Struct, frozen=True, eq=False):
     """Samples that were made, by position."""
 
-    positions: NDArray[np.int64]
+    positions: Ints
     """[n] positions, ascending, each once."""
     columns: Mapping[str, Lists | list[Any]]
     """Columns of n samples each."""
@@ -117,7 +118,7 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
         return len(self.positions)
 
     @classmethod
-    def of_batch(cls, batch: Mapping[str, Any], positions: NDArray[np.int64]) -> MeasuredSamples:
+    def of_batch(cls, batch: Mapping[str, Any], positions: Ints) -> MeasuredSamples:
         """Keep what `GatherSamples` put together, of the positions of all that it might have got."""
         columns = {
             name: Lists.of(value) if isinstance(value, Ragged) else value
@@ -126,7 +127,7 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
         }
         return cls(positions[batch[KEPT].numpy()], columns)
 
-    def costs(self, names: Sequence[str]) -> NDArray[np.int64]:
+    def costs(self, names: Sequence[str]) -> Ints:
         """The costs of columns, [n, names], each as `cost_of` says."""
         if not len(self) or COSTS in self.columns:
             costs: Any = self.columns.get(COSTS, ())
@@ -149,7 +150,7 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
         others = [column for column in self.columns.values() if not isinstance(column, Lists)]
         return sum(lists.values.nbytes for lists in own) + held_bytes(others, Ranges())
 
-    def take(self, rows: NDArray[np.int64]) -> MeasuredSamples:
+    def take(self, rows: Ints) -> MeasuredSamples:
         """Return some of the samples, ascending."""
         return MeasuredSamples(
             self.positions[rows], {name: _taken(c, rows) for name, c in self.columns.items()}
@@ -169,12 +170,12 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
         lists = {name: Lists.of(ragged(values)) for name, values in columns if isinstance(values, list)}
         return MeasuredSamples(self.positions, {**self.columns, **lists}) if lists else self
 
-    def has(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def has(self, positions: Ints) -> NDArray[np.bool_]:
         """Return which of these positions it has the samples of, bool [n]."""
         at = np.minimum(np.searchsorted(self.positions, positions), max(0, len(self) - 1))
         return self.positions[at] == positions if len(self) else np.zeros(len(positions), bool)
 
-    def among(self, positions: NDArray[np.int64]) -> MeasuredSamples:
+    def among(self, positions: Ints) -> MeasuredSamples:
         """Return the samples of some positions, ascending; some of these may be lacking."""
         return self.take(np.flatnonzero(np.isin(self.positions, positions, assume_unique=True)))
 
@@ -282,7 +283,7 @@ class SampleForms:
         self,
         samples: MeasuredSamples,
         gather: GatherSamples,
-        rows: NDArray[np.int64],
+        rows: Ints,
         error: Callable[[int, str], SampleError],
     ) -> dict[int, SampleError]:
         """{row: its error} of samples of one batch; `error` has those of its `rows`, [samples]."""
@@ -311,7 +312,7 @@ NO_SAMPLES = MeasuredSamples(np.empty(0, np.int64), {})
 
 
 def made_for(
-    segments: BatchSegments, gathered: dict[str, Any], samples: list[Any], kept: NDArray[np.int64]
+    segments: BatchSegments, gathered: dict[str, Any], samples: list[Any], kept: Ints
 ) -> MeasuredSamples:
     """Samples that were made for a batch and gathered, and leave the list; `kept`: a segment of each."""
     samples.clear()  # pixels are there once
@@ -321,18 +322,16 @@ def made_for(
 
 def batch_of_made(
     batching: Batching, samples: MeasuredSamples, segments: BatchSegments, forms: SampleForms
-) -> tuple[dict[str, Any], NDArray[np.int64]]:
+) -> tuple[dict[str, Any], Ints]:
     """A batch of samples that were made for it, in any order, and which of its segments are there."""
     positions = segments.segments.position
     own = samples.take(np.argsort(samples.positions))
-    there: NDArray[np.int64] = np.flatnonzero(own.has(positions))
+    there: Ints = np.flatnonzero(own.has(positions))
     segments = segments if len(there) == len(positions) else segments.keep(there)
     return own.batch(batching, segments, forms, is_last=True), there
 
 
-def length_reason(
-    batching: Batching, sample: Mapping[str, Any], planned: NDArray[np.int64]
-) -> tuple[str, bool]:
+def length_reason(batching: Batching, sample: Mapping[str, Any], planned: Ints) -> tuple[str, bool]:
     """Return what is wrong with a sample's lengths, "": nothing; and whether it is not what was planned.
 
     That is its length, and its costs, [1 + costs].
@@ -382,7 +381,7 @@ def cut_reason(batching: Batching, length: int, sample: Mapping[str, Any]) -> st
     return ""
 
 
-def _taken(column: Lists | list[Any], rows: NDArray[np.int64]) -> Any:
+def _taken(column: Lists | list[Any], rows: Ints) -> Any:
     return column.take(rows) if isinstance(column, Lists) else [column[row] for row in rows.tolist()]
 
 

@@ -22,12 +22,13 @@ from dataflow.tables import described, one_line
 from sharding.lengths.batching import Batching, Packed
 from sharding.lengths.units import BatchSegments, Segments
 from sharding.order.windows import ranges
+from sharding.spans import Bytes, Ints
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Allocate = Callable[[int], NDArray[np.uint8]]
+Allocate = Callable[[int], Bytes]
 """Bytes -> memory that is aligned to 16 bytes, of any content."""
 
 
@@ -35,7 +36,7 @@ IGNORE = -100
 """The target that `torch.nn.functional.cross_entropy` ignores."""
 
 
-def _new(nbytes: int) -> NDArray[np.uint8]:
+def _new(nbytes: int) -> Bytes:
     return np.empty(nbytes, np.uint8)
 
 
@@ -239,7 +240,7 @@ def _packed_line(rows: PackedRows) -> Iterator[str]:
     yield f"the longest {rows.max_seqlen:,}"
 
 
-def cut(values: Ragged, begin: NDArray[np.int64], length: NDArray[np.int64]) -> Ragged:
+def cut(values: Ragged, begin: Ints, length: Ints) -> Ragged:
     """Take `length[i]` elements of each row i from `begin[i]` on.
 
     A row of just that length is the segment itself.
@@ -270,11 +271,11 @@ def delivered_dtype(stored: np.dtype[Any], ndim: int = 1) -> np.dtype[Any]:
 
 def packed(
     values: Ragged,
-    segments_of_row: NDArray[np.int64],
+    segments_of_row: Ints,
     length: int,
     pad: float = 0,
     allocate: Allocate = _new,
-    begin: NDArray[np.int64] | None = None,
+    begin: Ints | None = None,
 ) -> PackedRows:
     """Lay segments into rows.
 

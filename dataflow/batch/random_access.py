@@ -24,6 +24,7 @@ from dataflow.staging.source import Source
 from dataflow.staging.window import StagedRows
 from prefetch.memory.arena import Arena
 from prefetch.memory.interrupts import as_exception, must_go_on
+from sharding.spans import Ints
 
 S = TypeVar("S")
 _ARENA_BYTES = 64 << 20
@@ -108,9 +109,7 @@ class _OpenSource:
         self._reader = RowReader(self.arena, keep_blocks=_KEPT_BLOCKS)
         self._stagers = [MatchStager(match, self.arena, keep_blocks=_KEPT_BLOCKS) for match in source.matches]
 
-    def parts(
-        self, blocks: NDArray[np.int64], rows: NDArray[np.int64], randomness: Randomness
-    ) -> list[WindowPart]:
+    def parts(self, blocks: Ints, rows: Ints, randomness: Randomness) -> list[WindowPart]:
         """Reads some samples, and what they have in other files and datasets; where they lie then."""
         from dataflow.staging.joined import joined
 

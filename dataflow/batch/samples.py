@@ -20,6 +20,7 @@ from dataflow.outputs.output import Output
 from dataflow.ragged import LateArray, Ragged
 from sharding.lengths.batching import Batching
 from sharding.printable import listed
+from sharding.spans import Ints
 
 REPEAT = "__repeat__"
 """The column of `mark_repeats`: bool [samples], or [rows] of packed ones."""
@@ -56,7 +57,7 @@ class BatchSamples(Struct, frozen=True, eq=False):
         return [sample[name] for name, values in self.columns.items() if isinstance(values, OnDemand)]
 
 
-def drop_rows(batch: Mapping[str, Any], keep: NDArray[np.int64]) -> dict[str, Any]:
+def drop_rows(batch: Mapping[str, Any], keep: Ints) -> dict[str, Any]:
     """The batch with only the rows `keep`."""
     index = torch.from_numpy(keep)
     rest: dict[str, Any] = {}

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.decode.media import ClipPosition, as_tensor, begins_at, check_choices, decoders
-from dataflow.decode.rules import Bytes, ReadBytes
+from dataflow.decode.rules import ReadBytes
 from dataflow.decode.values import Draws, check_fits
+from sharding.spans import Bytes
 
 
 @dataclass(frozen=True, kw_only=True)

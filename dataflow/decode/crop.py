@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.decode.values import DRAWS, Draws
+from sharding.spans import Ints
 
 ATTEMPTS = 10
 DRAW_TOP, DRAW_LEFT, DRAW_FLIP = 2 * ATTEMPTS, 2 * ATTEMPTS + 1, 2 * ATTEMPTS + 2
@@ -20,12 +21,12 @@ assert DRAW_FLIP < DRAWS, "two draws for each try, then top, left and flip; the 
 
 
 def random_resized_crop_boxes(
-    widths: NDArray[np.int64],
-    heights: NDArray[np.int64],
+    widths: Ints,
+    heights: Ints,
     draws: Draws,
     scale: tuple[float, float] = (0.08, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
-) -> NDArray[np.int64]:
+) -> Ints:
     """Random crops covering a `scale` share of the area, with aspect ratios (w / h) within `ratio`.
 
     Args:
@@ -54,7 +55,7 @@ def random_resized_crop_boxes(
 
 
 def center_boxes(
-    widths: NDArray[np.int64], heights: NDArray[np.int64], size: tuple[int, int], resize_shorter: int
+    widths: Ints, heights: Ints, size: tuple[int, int], resize_shorter: int
 ) -> NDArray[np.float64]:
     """The central crops that resizing the shorter side to `resize_shorter` and cutting out `size` would show.
 
@@ -74,8 +75,8 @@ def center_boxes(
 
 
 def _tries(
-    areas: NDArray[np.int64], draws: Draws, scale: tuple[float, float], ratio: tuple[float, float]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    areas: Ints, draws: Draws, scale: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[Ints, Ints]:
     """Height and width of every try, [n, ATTEMPTS] each."""
     tries = draws[:, : 2 * ATTEMPTS].reshape(-1, ATTEMPTS, 2)
     area = areas[:, None] * _between(tries[:, :, 0], *scale)
@@ -84,9 +85,7 @@ def _tries(
     return np.rint(np.sqrt(area / aspect)).astype(np.int64), np.rint(np.sqrt(area * aspect)).astype(np.int64)
 
 
-def _largest_allowed(
-    widths: NDArray[np.int64], heights: NDArray[np.int64], ratio: tuple[float, float]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _largest_allowed(widths: Ints, heights: Ints, ratio: tuple[float, float]) -> tuple[Ints, Ints]:
     # At least one pixel: torchvision would make an empty crop of a 1-pixel side under ratios below a half.
     aspect = widths / heights
     tall = np.maximum(np.rint(widths / ratio[0]).astype(np.int64), 1)
@@ -98,6 +97,6 @@ def _between(u: NDArray[np.float64], low: float, high: float) -> NDArray[np.floa
     return low + u * (high - low)
 
 
-def _below(u: NDArray[np.float64], bound: NDArray[np.int64]) -> NDArray[np.int64]:
+def _below(u: NDArray[np.float64], bound: Ints) -> Ints:
     # Never the bound itself: the last number below 1 leaves the product at least half an ulp below it.
     return (u * bound).astype(np.int64)

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from dataflow.decode.media import with_reason
 from dataflow.decode.mp4 import FrameIndex, needed_frames, read_index, spans_of
-from dataflow.decode.rules import Bytes, ReadBytes
+from dataflow.decode.rules import ReadBytes
 from dataflow.decode.video import Video
 from sharding.blocks import Shard
+from sharding.spans import Bytes, Ints
 
 _SPARE_FRAMES = 32
 """Frames beside those of a clip that are reckoned to be read for it: of the group that it begins in."""
@@ -58,11 +59,11 @@ class EpisodeVideos:
     """The videos of one camera, and which part of which is each episode's."""
 
     shards: tuple[Shard, ...]
-    file: NDArray[np.int64]
+    file: Ints
     """[episodes] index of the video in `shards`."""
     begin_s: NDArray[np.float64]
     """[episodes] seconds in the video."""
-    num_frames: NDArray[np.int64]
+    num_frames: Ints
     """[episodes] number of frames of each."""
     fps: float
 
@@ -71,9 +72,7 @@ class EpisodeVideos:
         total = sum(shard.size for shard in self.shards)
         return total * (frames + _SPARE_FRAMES) // max(1, int(self.num_frames.sum()))
 
-    def beyond(
-        self, rule: Video, episodes: NDArray[np.int64], seconds: NDArray[np.float64]
-    ) -> NDArray[np.bool_]:
+    def beyond(self, rule: Video, episodes: Ints, seconds: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Return which frames of the clips at n moments lie beyond their episodes: [n, frames]."""
         known = (episodes >= 0) & (episodes < len(self.file))
         count = self.num_frames[np.where(known, episodes, 0)]
@@ -82,7 +81,7 @@ class EpisodeVideos:
     def cut(
         self,
         rule: Video,
-        episodes: NDArray[np.int64],
+        episodes: Ints,
         seconds: NDArray[np.float64],
         indexes: FrameIndexes,
         read_of: Callable[[Shard], ReadBytes],
@@ -115,13 +114,13 @@ class EpisodeVideos:
         index: FrameIndex,
         shard: Shard,
         read: ReadBytes,
-        rows: NDArray[np.int64],
-        episodes: NDArray[np.int64],
+        rows: Ints,
+        episodes: Ints,
         seconds: NDArray[np.float64],
         values: list[Bytes],
     ) -> None:
         """The values of the rows that are of one video."""
-        frames: dict[int, NDArray[np.int64]] = {}
+        frames: dict[int, Ints] = {}
         for row in rows.tolist():
             try:
                 at = rule.moments(float(seconds[row]), int(self.num_frames[episodes[row]]), self.fps)

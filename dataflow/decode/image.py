@@ -23,6 +23,7 @@ from dataflow.decode.values import Draws
 from prefetch.core.images import CropBox, Filter, ImageForm, Resizer
 from sharding.cached_property import cached_property
 from sharding.errors import DataflowError, SampleError
+from sharding.spans import Bytes, Ints
 
 Crop = Literal["random_resized", "center", "none"]
 Failures = list[tuple[int, Exception]]
@@ -214,7 +215,7 @@ class Image:
         """Return whether decoding needs draws."""
         return self.crop == "random_resized" or self.flip > 0
 
-    def boxes(self, sizes: NDArray[np.int64], draws: Draws | None) -> NDArray[np.int64] | NDArray[np.float64]:
+    def boxes(self, sizes: Ints, draws: Draws | None) -> Ints | NDArray[np.float64]:
         """Crop boxes [n, 4] (top, left, height, width) for images of sizes [n, 2] (height, width)."""
         heights, widths = sizes[:, 0], sizes[:, 1]
         if self.crop == "random_resized":
@@ -242,7 +243,7 @@ _TORCHVISION: dict[str, Any] = {"antialias": True, "mean": IMAGENET_MEAN, "std":
 
 def decode_images(
     spec: Image,
-    images: Sequence[NDArray[np.uint8]],
+    images: Sequence[Bytes],
     out: Sequence[NDArray[Any]] | NDArray[Any],
     draws: Draws | None,
     *,
@@ -291,7 +292,7 @@ def decode_images(
 
 def resize_part(
     spec: Image, size: tuple[int, int], draws: Draws | None
-) -> Callable[[NDArray[np.uint8], NDArray[Any]], None]:
+) -> Callable[[Bytes, NDArray[Any]], None]:
     """Return a function that resizes pixels, uint8 [height, width, channels] of this size: one part of each.
 
     The second argument is what it writes: C-contiguous, `spec.shape`. `draws`: [1, DRAWS], of all of them.
@@ -315,7 +316,7 @@ def _crop_box(box: Sequence[float], within: Sequence[float], shrink: int, *, fli
 
 def decode_image(
     spec: Image,
-    data: bytes | bytearray | memoryview | NDArray[np.uint8],
+    data: bytes | bytearray | memoryview | Bytes,
     draws: Draws | None = None,
     *,
     out: NDArray[Any] | None = None,
@@ -348,7 +349,7 @@ def decode_image(
     return image
 
 
-def of_own_size(spec: Image, data: NDArray[np.uint8]) -> Image:
+def of_own_size(spec: Image, data: Bytes) -> Image:
     """`spec` with the size that the header of an encoded image, uint8 [bytes], says.
 
     Raises `SampleError` for what is no image, or too large, and `MissingImageSupportError`.
@@ -359,9 +360,7 @@ def of_own_size(spec: Image, data: NDArray[np.uint8]) -> Image:
     return replace(spec, size=(int(sizes[0, 0]), int(sizes[0, 1])))
 
 
-def _sizes(
-    images: Sequence[NDArray[np.uint8]], max_pixels: float
-) -> tuple[NDArray[np.int64], dict[int, Exception]]:
+def _sizes(images: Sequence[Bytes], max_pixels: float) -> tuple[Ints, dict[int, Exception]]:
     codec, sizes, failed = _codec(), np.ones((len(images), 2), np.int64), dict[int, Exception]()
     for i, data in enumerate(images):
         try:

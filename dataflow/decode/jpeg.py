@@ -26,12 +26,13 @@ from typing import NamedTuple
 
 import numpy as np
 import simplejpeg
-from numpy.typing import NDArray
+
+from sharding.spans import Bytes
 
 if find_spec("cv2") is None:  # it is imported where it is used: that takes as long as decoding 30 images
     raise ImportError("No module named 'cv2'")
 
-Pixels = NDArray[np.uint8]
+Pixels = Bytes
 
 _LEFTOVER = re.compile(r"\d+ extraneous bytes before marker 0xd9$")
 _END_MARK = np.array([0xFF, 0xD9], np.uint8)

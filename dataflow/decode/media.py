@@ -18,9 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataflow.decode.rules import Bytes, PartsRule, ReadBytes
+from dataflow.decode.rules import PartsRule, ReadBytes
 from dataflow.decode.values import Draws
 from sharding.errors import DataflowError
+from sharding.spans import Bytes, Ints
 
 ClipPosition = Literal["random", "middle", "start", "end"]
 """The position of a clip in its file."""
@@ -81,7 +82,7 @@ def read_from(data: Bytes) -> ReadBytes:
     return lambda offset, nbytes: data[offset : offset + nbytes]
 
 
-def with_frames(clip: Bytes, numbers: NDArray[np.int64], ticks: NDArray[np.int64]) -> Bytes:
+def with_frames(clip: Bytes, numbers: Ints, ticks: Ints) -> Bytes:
     """A clip that was cut, and which of its frames are meant."""
     head = _MARK + struct.pack("<q", len(numbers)) + numbers.astype("<i8").tobytes()
     return np.concatenate([np.frombuffer(head + ticks.astype("<i8").tobytes(), np.uint8), clip])
@@ -92,7 +93,7 @@ def with_reason(reason: str) -> Bytes:
     return np.frombuffer(_MARK + struct.pack("<q", -1) + reason.encode(), np.uint8)
 
 
-def frames_of(data: Bytes) -> tuple[Bytes, NDArray[np.int64], NDArray[np.int64]] | None:
+def frames_of(data: Bytes) -> tuple[Bytes, Ints, Ints] | None:
     """A clip that was cut, its frames' numbers and ticks; None: these are stored bytes.
 
     Raises `ValueError` with the reason where nothing could be cut.

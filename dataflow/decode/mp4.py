@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.decode.rules import ReadBytes
+from sharding.spans import Bytes, Ints
 
 _HEAD_BYTES = 64 << 10
 """Bytes read at a time until `moov` is found; many a file has it there."""
@@ -36,15 +37,15 @@ _BRANDS = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot", b"styp
 class FrameIndex:
     """The frames of a video track, in the order in which they are decoded, [n] each."""
 
-    offsets: NDArray[np.int64]
+    offsets: Ints
     """First byte in the file."""
-    sizes: NDArray[np.int64]
+    sizes: Ints
     """The bytes of each frame."""
-    times: NDArray[np.int64]
+    times: Ints
     """The time when each is shown, in ticks."""
-    keys: NDArray[np.int64]
+    keys: Ints
     """[k] frames at which decoding may begin, ascending."""
-    shown: NDArray[np.int64]
+    shown: Ints
     """[m] those that are shown, in this order: all but what an edit leaves out."""
     end: int
     """The time when the last is no longer shown, in ticks."""
@@ -60,7 +61,7 @@ class FrameIndex:
         arrays = (self.offsets, self.sizes, self.times, self.keys, self.shown)
         return sum(array.nbytes for array in arrays) + sum(map(len, self.boxes.values()))
 
-    def at(self, seconds: NDArray[np.float64]) -> NDArray[np.int64]:
+    def at(self, seconds: NDArray[np.float64]) -> Ints:
         """Return which of the frames shown is seen at each time, to half a tick; the first before all."""
         ticks = np.floor(seconds * self.ticks_per_s + 0.5).astype(np.int64)
         found = np.searchsorted(self.times[self.shown], ticks, side="right") - 1
@@ -79,9 +80,7 @@ def read_index(read: ReadBytes, length: int) -> FrameIndex | None:
         raise ValueError(f"a box of its list of frames (moov) is too short: {error}") from error
 
 
-def cut(
-    index: FrameIndex, frames: NDArray[np.int64], read: ReadBytes, length: int
-) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
+def cut(index: FrameIndex, frames: Ints, read: ReadBytes, length: int) -> tuple[Bytes, Ints, Ints]:
     """An MP4 that has what is needed to decode some of the frames shown, in any order, and no more.
 
     Gives its bytes, and of each of `frames` its number in the clip, in the order in which they are shown, and
@@ -111,7 +110,7 @@ def _ahead(read: ReadBytes, length: int) -> ReadBytes:
     """Reads a little more than what is asked for: headers lie side by side."""
     first, held = 0, np.empty(0, np.uint8)
 
-    def ahead(offset: int, nbytes: int) -> NDArray[np.uint8]:
+    def ahead(offset: int, nbytes: int) -> Bytes:
         nonlocal first, held
         if offset + nbytes > length:
             raise ValueError(f"a box of {nbytes:,} bytes at byte {offset:,} of {length:,}: it is truncated")
@@ -162,7 +161,7 @@ def _boxes(data: bytes, start: int = 0) -> Iterator[tuple[bytes, bytes]]:
         start += size
 
 
-def _table(body: bytes, dtype: str, *, at: int = 4) -> NDArray[np.int64]:
+def _table(body: bytes, dtype: str, *, at: int = 4) -> Ints:
     """The entries of a table as int64, [n], or [n, fields]; their number stands at `at`."""
     count, entry = struct.unpack_from(">I", body, at)[0], np.dtype(dtype)
     if at + 4 + count * entry.itemsize > len(body):
@@ -257,7 +256,7 @@ def _ticks(header: bytes) -> int:
     return int(struct.unpack_from(">I", header, 20 if header[:1] == b"\1" else 12)[0])
 
 
-def _sizes(body: bytes, length: int) -> NDArray[np.int64]:
+def _sizes(body: bytes, length: int) -> Ints:
     same, count = struct.unpack_from(">II", body, 4)
     if not same:
         return _table(body, ">u4", at=8)
@@ -266,14 +265,14 @@ def _sizes(body: bytes, length: int) -> NDArray[np.int64]:
     return np.full(count, same, np.int64)
 
 
-def _runs(table: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+def _runs(table: Ints, count: int) -> Ints:
     """The value of each of `count` frames, of a table of (frames, value)."""
     if int(table[:, 0].sum()) != count:
         raise ValueError(f"times of {int(table[:, 0].sum()):,} frames, and {count:,} frames")
     return np.repeat(table[:, 1], table[:, 0])
 
 
-def _offsets(boxes: dict[bytes, bytes], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+def _offsets(boxes: dict[bytes, bytes], sizes: Ints) -> Ints:
     """First byte of each frame: frames lie one behind the other in chunks, of which the offsets are known."""
     chunks = _table(boxes[b"stco"], ">u4") if b"stco" in boxes else _table(boxes[b"co64"], ">i8")
     runs = _table(boxes[b"stsc"], ">u4,>u4,>u4")
@@ -285,7 +284,7 @@ def _offsets(boxes: dict[bytes, bytes], sizes: NDArray[np.int64]) -> NDArray[np.
         raise ValueError(f"chunks of {int(counts.sum()):,} frames, and {len(sizes):,} frames")
     before = np.cumsum(sizes) - sizes
     first_frames = np.cumsum(counts) - counts
-    shifts: NDArray[np.int64] = np.repeat(chunks - before[np.minimum(first_frames, len(sizes) - 1)], counts)
+    shifts: Ints = np.repeat(chunks - before[np.minimum(first_frames, len(sizes) - 1)], counts)
     return before + shifts
 
 
@@ -310,7 +309,7 @@ def _edit(body: bytes, ticks: int, movie_ticks: int) -> tuple[int, int, int] | N
 # ---- cutting ----------------------------------------------------------------------------------------------
 
 
-def needed_frames(index: FrameIndex, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+def needed_frames(index: FrameIndex, wanted: Ints) -> Ints:
     """The frames that must be decoded for some, ascending: each one's, from a key frame before it on."""
     at = np.searchsorted(index.keys, wanted, side="right") - 1
     # Shown before the key frame that it follows, a frame may need the group before.
@@ -319,11 +318,11 @@ def needed_frames(index: FrameIndex, wanted: NDArray[np.int64]) -> NDArray[np.in
     depth = np.zeros(len(index.sizes) + 1, np.int64)
     np.add.at(depth, index.keys[at], 1)
     np.add.at(depth, np.minimum(wanted + 1 + index.trailing, len(index.sizes)), -1)
-    needed: NDArray[np.int64] = np.flatnonzero(np.cumsum(depth)[:-1] > 0)
+    needed: Ints = np.flatnonzero(np.cumsum(depth)[:-1] > 0)
     return needed
 
 
-def spans_of(index: FrameIndex, frames: NDArray[np.int64], length: int) -> list[tuple[int, int]]:
+def spans_of(index: FrameIndex, frames: Ints, length: int) -> list[tuple[int, int]]:
     """First byte and end of what is read of a file for some frames; those that it lacks are left out."""
     frames = frames[(index.offsets + index.sizes)[frames] <= length]
     starts, sizes = _ranges(index, frames[np.argsort(index.offsets[frames], kind="stable")], length)
@@ -331,9 +330,7 @@ def spans_of(index: FrameIndex, frames: NDArray[np.int64], length: int) -> list[
     return [(int(starts[first]), int(starts[end - 1] + sizes[end - 1])) for first, end in cuts]
 
 
-def _ranges(
-    index: FrameIndex, frames: NDArray[np.int64], length: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _ranges(index: FrameIndex, frames: Ints, length: int) -> tuple[Ints, Ints]:
     """First byte and bytes of frames. Raises `ValueError` where the file ends before them."""
     starts, sizes = index.offsets[frames], index.sizes[frames]
     if len(frames) and (int((starts + sizes).max()) > length or int(starts.min()) < 0):
@@ -341,7 +338,7 @@ def _ranges(
     return starts, sizes
 
 
-def _spans(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+def _spans(starts: Ints, sizes: Ints) -> Iterator[tuple[int, int]]:
     """Frames that are read at once: those that follow each other in the file, but for small gaps."""
     gaps = starts[1:] - (starts + sizes)[:-1]
     cuts = np.flatnonzero((gaps < 0) | (gaps > _GAP_BYTES)) + 1
@@ -353,14 +350,12 @@ def _box(kind: bytes, *bodies: bytes) -> bytes:
     return struct.pack(">I4s", 8 + len(body), kind) + body
 
 
-def _listed(kind: bytes, values: NDArray[np.int64], dtype: str) -> bytes:
+def _listed(kind: bytes, values: Ints, dtype: str) -> bytes:
     """A box that is a table, [n] or [n, fields]."""
     return _box(kind, struct.pack(">II", 0, len(values)), values.astype(dtype).tobytes())
 
 
-def _clip_head(
-    index: FrameIndex, chosen: NDArray[np.int64]
-) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64]]:
+def _clip_head(index: FrameIndex, chosen: Ints) -> tuple[bytes, Ints, Ints]:
     """All of the clip's file before its frames; each one's number in the order shown, and its time in ticks.
 
     Its frames have times of their own, a tick apart. Where frames were left out, decoding must begin anew:

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from dataflow.decode.audio import Audio
 from dataflow.decode.media import MissingMediaSupportError, frames_of, with_frames, with_reason
-from dataflow.decode.rules import Bytes, ReadBytes
+from dataflow.decode.rules import ReadBytes
 from dataflow.decode.values import Draws
 from dataflow.decode.video import Video
+from sharding.spans import Bytes
 
 _NOTHING = np.empty(0, np.uint8)
 

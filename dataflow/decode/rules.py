@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar, Protocol, TypeGuard
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dataflow.decode.values import Draws
+from sharding.spans import Bytes
 
-Bytes = NDArray[np.uint8]
 ReadBytes = Callable[[int, int], Bytes]
 """Offset in a value, bytes -> so many bytes of it."""
 

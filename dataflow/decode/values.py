@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from prefetch.errors import MemoryLimitError
 from sharding.blocks import Spans
-from sharding.spans import numbers_at
+from sharding.spans import Bytes, Ints, numbers_at
 
 Array = NDArray[Any]
 DRAWS = 24
@@ -37,7 +37,7 @@ def check_fits(nbytes: int, most_bytes: int) -> None:
         )
 
 
-def parse_ints(column: Spans) -> tuple[NDArray[np.int64], BadRows]:
+def parse_ints(column: Spans) -> tuple[Ints, BadRows]:
     """Decimal integers in ASCII, surrounding blanks allowed: values int64 [n], and the rows that are none.
 
     Values of at most 18 digits and nothing else are parsed together; otherwise one by one.
@@ -73,7 +73,7 @@ def stored_numbers(column: Spans, *, dtype: str, shape: tuple[int, ...]) -> tupl
     return values, list(told.items())
 
 
-def _right_aligned(column: Spans, width: int) -> NDArray[np.uint8]:
+def _right_aligned(column: Spans, width: int) -> Bytes:
     """The values as rows [n, width] of characters, filled with blanks on the left."""
     at = column.starts[:, None] + column.lengths[:, None] - np.arange(width, 0, -1)
     inside = at >= column.starts[:, None]

@@ -30,8 +30,9 @@ from dataflow.decode.media import (
     with_reason,
 )
 from dataflow.decode.mp4 import CLIP_TICKS, FrameIndex, cut, read_index
-from dataflow.decode.rules import Bytes, ReadBytes
+from dataflow.decode.rules import ReadBytes
 from dataflow.decode.values import Draws, check_fits
+from sharding.spans import Bytes, Ints
 
 Numbers = np.number[Any] | NDArray[np.number[Any]]
 _TICK_S = 5e-4
@@ -140,7 +141,7 @@ class Video:
             return with_reason(str(error))
         return read(0, length)
 
-    def cut_by(self, index: FrameIndex, frames: NDArray[np.int64], read: ReadBytes, length: int) -> Bytes:
+    def cut_by(self, index: FrameIndex, frames: Ints, read: ReadBytes, length: int) -> Bytes:
         """Some of the frames shown of an MP4. Raises `ValueError` where it lacks them."""
         clip, numbers, ticks = cut(index, np.unique(frames), read, length)
         at = np.unique(frames, return_inverse=True)[1]
@@ -244,7 +245,7 @@ class Video:
 
     # ---- which frames ---------------------------------------------------------------------------------
 
-    def _frames_of(self, index: FrameIndex, draws: Draws | None) -> NDArray[np.int64]:
+    def _frames_of(self, index: FrameIndex, draws: Draws | None) -> Ints:
         if self.fps is None:
             return self._numbers(len(index.shown), draws)
         return index.at(self._seconds(*self._shown(index), draws))
@@ -254,7 +255,7 @@ class Video:
         begin = int(index.times[index.shown[0]])
         return begin / index.ticks_per_s, index.end / index.ticks_per_s
 
-    def _numbers(self, count: int, draws: Draws | None) -> NDArray[np.int64]:
+    def _numbers(self, count: int, draws: Draws | None) -> Ints:
         """Numbers of the clip's frames in a video of `count`."""
         frames = count if self.frames is None else self.frames
         if frames > count:
@@ -304,7 +305,7 @@ class Video:
         at_once: int,
     ) -> NDArray[Any]:
         """Decode and resize the frames at some positions, a few at a time."""
-        resize: Callable[[NDArray[np.uint8], NDArray[Any]], None] | None = None
+        resize: Callable[[Bytes, NDArray[Any]], None] | None = None
         for first in range(0, len(positions), at_once):
             batch = get(positions[first : first + at_once].tolist())
             pixels = batch.data.numpy()

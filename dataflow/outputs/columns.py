@@ -28,9 +28,10 @@ from sharding.blocks import MISSING
 from sharding.cached_property import cached_property
 from sharding.errors import SampleError, ShardReadError
 from sharding.order.permutations import GLOBALS, mix_key, uniform
+from sharding.spans import Bytes, Ints
 
 Array = NDArray[Any]
-StoredValue = tuple[NDArray[np.uint8], int]
+StoredValue = tuple[Bytes, int]
 """The stored bytes of a value, and the row of the chunk that it is of."""
 
 
@@ -39,12 +40,12 @@ class Cut(Struct, frozen=True):
 
     columns: Sequence[str]
     """The first is the one that the plan's lengths are of."""
-    begin: NDArray[np.int64]
-    length: NDArray[np.int64]
-    whole: NDArray[np.int64]
+    begin: Ints
+    length: Ints
+    whole: Ints
     """The whole value's, as the plan knows it."""
 
-    def apply(self, segments: NDArray[np.int64], itemsize: int) -> NDArray[np.int64]:
+    def apply(self, segments: Ints, itemsize: int) -> Ints:
         """Make segments of whole values ([2, rows] addresses and bytes); gives the rows of another length."""
         wrong = np.flatnonzero(segments[1] != self.whole * itemsize)
         segments[0] += self.begin * itemsize
@@ -61,7 +62,7 @@ class ChunkRows(Struct, frozen=True, eq=False, dict=True):
     """Finds the parts; called once."""
     cut: Cut | None = None
     """The segments that are taken of some columns; None: all values come whole."""
-    _bytes: dict[tuple[str, int], NDArray[np.int64]] = field(default_factory=dict)
+    _bytes: dict[tuple[str, int], Ints] = field(default_factory=dict)
 
     def cut_of(self, column: str) -> Cut | None:
         """The segments that a column's values are cut to; None: they come whole."""
@@ -72,7 +73,7 @@ class ChunkRows(Struct, frozen=True, eq=False, dict=True):
         """The rows, window by window."""
         return self.locate()
 
-    def bytes_of(self, column: str, missing_bytes: int = 0) -> NDArray[np.int64]:
+    def bytes_of(self, column: str, missing_bytes: int = 0) -> Ints:
         """Return the bytes of each row's value, read-only int64 [rows]; missing: `missing_bytes`."""
         known = self._bytes.get((column, missing_bytes))
         if known is None:
@@ -87,20 +88,20 @@ class ChunkRows(Struct, frozen=True, eq=False, dict=True):
         """The window that a row of the chunk comes from, and its row there."""
         return self.find_all(np.array([row]))[0]
 
-    def find_all(self, rows: NDArray[np.int64]) -> list[tuple[StagedRows, int]]:
+    def find_all(self, rows: Ints) -> list[tuple[StagedRows, int]]:
         """Do as `find` for many rows of the chunk."""
         part_of, window_row = self._by_row
         owners = [self.parts[number].window for number in part_of[rows].tolist()]
         return [*zip(owners, window_row[rows].tolist(), strict=True)]
 
     @cached_property
-    def _by_row(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _by_row(self) -> tuple[Ints, Ints]:
         part_of, window_row = np.empty((2, self.num_rows), np.int64)
         for number, part in enumerate(self.parts):
             part_of[part.chunk_rows], window_row[part.chunk_rows] = number, part.rows
         return part_of, window_row
 
-    def collected(self, of_window: Callable[[WindowPart], NDArray[np.int64]]) -> NDArray[np.int64]:
+    def collected(self, of_window: Callable[[WindowPart], Ints]) -> Ints:
         """A number of each row, int64 [rows], of arrays that have it for all rows of a part's window."""
         if len(self.parts) == 1:
             return of_window(self.parts[0])[self.parts[0].rows]
@@ -109,7 +110,7 @@ class ChunkRows(Struct, frozen=True, eq=False, dict=True):
             numbers[part.chunk_rows] = of_window(part)[part.rows]
         return numbers
 
-    def array_rows(self, column: str) -> tuple[int, int, NDArray[np.int64]]:
+    def array_rows(self, column: str) -> tuple[int, int, Ints]:
         """Return where the rows of an array column lie: base, step and index of a `PlanColumn`."""
         first, *others = self.parts
         if not others:
@@ -142,9 +143,7 @@ class Randomness(Struct, frozen=True):
         """The epoch that counts for samples of a window: a sample may come twice in one of a mixture."""
         return self.epoch if window.source_epoch is None else window.source_epoch
 
-    def draws(
-        self, window: StagedRows, rows: NDArray[np.int64], item: NDArray[np.int64] | None = None
-    ) -> Draws:
+    def draws(self, window: StagedRows, rows: Ints, item: Ints | None = None) -> Draws:
         """[n, DRAWS] of the samples in n rows of a window, each a function of (seed, epoch, sample).
 
         And of `item`, [n] which image of its sample each is, where samples have several.
@@ -202,12 +201,12 @@ class ChunkColumns:
 
     # ---- memory -------------------------------------------------------------------------------------------
 
-    def slot(self, nbytes: int) -> NDArray[np.uint8]:
+    def slot(self, nbytes: int) -> Bytes:
         """Memory within the chunk's credits, uint8 [nbytes], given back when its last view dies."""
         self.leased_bytes += rounded_bytes(max(1, nbytes))
         return self.slot_of_batch(nbytes)
 
-    def slot_of_batch(self, nbytes: int) -> NDArray[np.uint8]:
+    def slot_of_batch(self, nbytes: int) -> Bytes:
         """Memory that a batch has announced by itself, as `slot`."""
         size = max(1, nbytes)
         on_return = self._on_return(rounded_bytes(size)) if self._on_return else None
@@ -217,7 +216,7 @@ class ChunkColumns:
 
     # ---- where values lie ---------------------------------------------------------------------------------
 
-    def segments(self, column: str, default: Array | None) -> NDArray[np.int64]:
+    def segments(self, column: str, default: Array | None) -> Ints:
         """Addresses and bytes of every row's value, int64 [2, rows].
 
         Where it is missing, those of `default`, which must outlive the copies; without one, no bytes.
@@ -228,7 +227,7 @@ class ChunkColumns:
             addresses[lengths == MISSING] = default.ctypes.data
         return np.stack((addresses, self.rows.bytes_of(column, 0 if default is None else default.nbytes)))
 
-    def addresses_of(self, column: str, nbytes: int, default: Array | None) -> NDArray[np.int64]:
+    def addresses_of(self, column: str, nbytes: int, default: Array | None) -> Ints:
         """Addresses of every row's value of so many bytes, int64 [rows].
 
         Rows that lack a value have that of `default`, which must outlive the copies. Without one they will be
@@ -266,9 +265,7 @@ class ChunkColumns:
                     stored[row] = buffer[start:end], row
         return stored
 
-    def decoded(
-        self, column: str, value: StoredValue | None, decode: Callable[[NDArray[np.uint8], int], Any]
-    ) -> Any:
+    def decoded(self, column: str, value: StoredValue | None, decode: Callable[[Bytes, int], Any]) -> Any:
         """Return what `decode` makes of stored bytes and row.
 
         None where it is missing or bad, which is noted.
@@ -323,7 +320,7 @@ class ChunkColumns:
                     part.chunk_row(index), column, lacking if lacking and reason == LACKING else reason
                 )
 
-    def note_lengths(self, column: str, wrong: NDArray[np.int64], have: NDArray[np.int64]) -> None:
+    def note_lengths(self, column: str, wrong: Ints, have: Ints) -> None:
         """Note the rows whose value is not as long as the plan says; `have`: elements of every row's."""
         cut = self.rows.cut
         assert cut is not None

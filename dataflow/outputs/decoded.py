@@ -32,12 +32,12 @@ from prefetch.memory.arena import rounded_bytes
 from prefetch.memory.interrupts import must_go_on
 from sharding.blocks import MISSING, Column
 from sharding.errors import SampleError
+from sharding.spans import Bytes, Ints
 
 if TYPE_CHECKING:
     from dataflow.decode.values import Draws
 
 
-Bytes = NDArray[np.uint8]
 Failures = Sequence[tuple[int, Exception]]
 """Index and error of each value that could not be decoded."""
 Remark = Callable[[int, str], None]
@@ -48,13 +48,13 @@ class PartValues(Struct, frozen=True, kw_only=True):
     """The values of the rows of a part, one after the other, [values] each."""
 
     part: WindowPart
-    row: NDArray[np.int64]
+    row: Ints
     """Index of its row in the part."""
-    number: NDArray[np.int64]
+    number: Ints
     """Index of the value among its sample's."""
     spans: StagedSpans
     """The spans of the values."""
-    target: NDArray[np.int64]
+    target: Ints
     """Its place among the values of the chunk; ascends."""
 
 
@@ -298,7 +298,7 @@ class DecodedOutput(Output):
     def _num_values(self, rows: ChunkRows) -> int:
         return int(self._counts(rows).sum()) if self.is_list else rows.num_rows
 
-    def _counts(self, rows: ChunkRows) -> NDArray[np.int64]:
+    def _counts(self, rows: ChunkRows) -> Ints:
         """Return how many items each row of the chunk has, int64 [rows]."""
         from sharding.byte_lists import list_counts
 
@@ -313,7 +313,7 @@ class DecodedOutput(Output):
             counts[part.chunk_rows] = of_part
         return counts
 
-    def _listed(self, part: WindowPart, offsets: NDArray[np.int64]) -> PartValues:
+    def _listed(self, part: WindowPart, offsets: Ints) -> PartValues:
         """The items of a part; `offsets`: of the rows among the items of the chunk, int64 [rows + 1]."""
         from sharding.byte_lists import list_items
 
@@ -340,11 +340,11 @@ class DecodedOutput(Output):
                 reason = f"{self.sources[source]}: {REASONS[int(lengths[row, source])]}"
                 columns.note_bad(part.chunk_row(row), self.name, reason)
 
-    def _lengths(self, part: WindowPart) -> NDArray[np.int64]:
+    def _lengths(self, part: WindowPart) -> Ints:
         """Return the lengths of the items of several sources, int64 [rows, sources]."""
         return np.stack([part.spans(each.name).lengths[part.rows] for each in self.staged], axis=1)
 
-    def _lists(self, part: WindowPart) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
+    def _lists(self, part: WindowPart) -> tuple[Bytes, Ints, Ints]:
         """Memory that holds the lists of a part, where each begins, and which rows of the part have one."""
         spans = part.spans(self.name)
         have = np.flatnonzero(spans.lengths[part.rows] >= 0)

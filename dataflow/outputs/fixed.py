@@ -20,6 +20,7 @@ from prefetch.core.copy_table import PlanColumn
 from prefetch.memory.arena import Arena, rounded_bytes
 from sharding.blocks import Column, Masked, Spans
 from sharding.cached_property import cached_property
+from sharding.spans import Bytes
 
 MASK_SUFFIX = "_mask"
 
@@ -46,7 +47,7 @@ class FixedOutput(Output):
         """Return the bytes of the slot."""
         return rounded_bytes(rows.num_rows * self.row_bytes)
 
-    def _views(self, memory: NDArray[np.uint8], first: int, sizes: Sequence[int]) -> list[Tensor]:
+    def _views(self, memory: Bytes, first: int, sizes: Sequence[int]) -> list[Tensor]:
         """One tensor a batch, of rows that lie in memory one after the other."""
         return split_rows(np.ndarray((sum(sizes), *self.shape), self.dtype, memory), sizes)
 

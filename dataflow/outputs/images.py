@@ -17,9 +17,10 @@ from torch import Tensor
 from dataflow.decode.image import Image, decode_image, decode_images, of_own_size
 from dataflow.decode.values import Draws, check_fits
 from dataflow.outputs.columns import ChunkColumns
-from dataflow.outputs.decoded import Bytes, DecodedOutput, Failures, Remark
+from dataflow.outputs.decoded import DecodedOutput, Failures, Remark
 from dataflow.outputs.output import BuiltColumn, split_list
 from prefetch.memory.arena import rounded_bytes
+from sharding.spans import Bytes
 
 _LEAST_PART, _MOST_PART = 8, 32
 """Images decoded by one task: their Python costs as much for 8 as for 16."""

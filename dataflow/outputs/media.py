@@ -21,7 +21,7 @@ from dataflow.decode.padding import PadMask
 from dataflow.decode.values import Draws
 from dataflow.decode.video import Video
 from dataflow.outputs.columns import ChunkColumns
-from dataflow.outputs.decoded import Bytes, DecodedOutput, Failures, Remark
+from dataflow.outputs.decoded import DecodedOutput, Failures, Remark
 from dataflow.outputs.fixed import MaskOutput
 from dataflow.outputs.output import Default, Output, name_beside
 from dataflow.staging.columns import Array, StagedArray, StagedSpans
@@ -31,6 +31,7 @@ from prefetch.memory.arena import Arena
 from prefetch.store.ranges import Awaited
 from sharding.blocks import Column, ColumnSpec, Masked
 from sharding.errors import SampleError
+from sharding.spans import Bytes, Ints
 
 PAD_SUFFIX = "_is_pad"
 
@@ -153,7 +154,7 @@ class EpisodeClipOutput(ClipOutput):
             moments=(np.full(num_rows, -1, np.int64), np.zeros(num_rows)),
         )
 
-    def cut(self, staged: StagedSpans, source: Source, rows: NDArray[np.int64], awaited: Awaited) -> None:
+    def cut(self, staged: StagedSpans, source: Source, rows: Ints, awaited: Awaited) -> None:
         """See `StagedOutput`. All cameras share what is known of the frames of videos."""
         assert isinstance(staged, StagedMoments)
         indexes = source.file_indexes.setdefault("frames", FrameIndexes())
@@ -184,7 +185,7 @@ class EpisodeClipOutput(ClipOutput):
 class StagedMoments(StagedSpans):
     """A column of clips of other files, which are cut for rows that are asked for, once moments are known."""
 
-    moments: tuple[NDArray[np.int64], NDArray[np.float64]] = field(kw_only=True)
+    moments: tuple[Ints, NDArray[np.float64]] = field(kw_only=True)
     """[rows] episode, and seconds in it."""
 
     def put(self, first: int, columns: Sequence[Column]) -> None:
@@ -209,7 +210,7 @@ class StagedPads(StagedArray):
     """A flag for each frame of clips about moments that is padding, bool [rows, frames]."""
 
     _: KW_ONLY
-    pads: Callable[[NDArray[np.int64], NDArray[np.float64]], Array] = field(kw_only=True)
+    pads: Callable[[Ints, NDArray[np.float64]], Array] = field(kw_only=True)
     """[n] episodes, and seconds in them -> [n, frames]."""
 
     def put(self, first: int, columns: Sequence[Column]) -> None:

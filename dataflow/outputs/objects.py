@@ -13,8 +13,9 @@ from torch import Tensor
 
 from dataflow.decode.values import CONVERTERS
 from dataflow.outputs.columns import ChunkColumns
-from dataflow.outputs.decoded import Bytes, DecodedOutput
+from dataflow.outputs.decoded import DecodedOutput
 from dataflow.outputs.output import Default, Output
+from sharding.spans import Bytes
 
 _NAMED = 20
 """Columns that a message names."""

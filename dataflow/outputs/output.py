@@ -31,11 +31,12 @@ from dataflow.staging.columns import StagedOutput
 from prefetch.core.copy_table import PlanColumn
 from prefetch.core.executor import executor
 from sharding.blocks import ALTERNATIVE
+from sharding.spans import Bytes, Ints
 
 Task = Callable[[], None]
 
 
-Views = Callable[[NDArray[np.uint8], int, Sequence[int]], Iterable[Any]]
+Views = Callable[[Bytes, int, Sequence[int]], Iterable[Any]]
 """Memory that rows of a column were copied to, the first of these rows, batch sizes -> one value a batch."""
 
 
@@ -242,7 +243,7 @@ class Output(StagedOutput, ABC):
     def build(self, columns: ChunkColumns) -> BuiltColumn:
         """Take the slot, and say what has to be done to fill it."""
 
-    def row_sizes(self, rows: ChunkRows) -> int | NDArray[np.int64]:
+    def row_sizes(self, rows: ChunkRows) -> int | Ints:
         """Bytes of each row of a column whose values are views of copies, [rows] where they differ."""
         return self.row_bytes
 
@@ -277,7 +278,7 @@ def split_rows(out: NDArray[Any], sizes: Sequence[int]) -> list[Tensor]:
     return [torch.from_numpy(out[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
 
-def split_ragged(values: NDArray[Any], offsets: NDArray[np.int64], sizes: Sequence[int]) -> Iterator[Ragged]:
+def split_ragged(values: NDArray[Any], offsets: Ints, sizes: Sequence[int]) -> Iterator[Ragged]:
     """The rows of each batch; offsets count from the batch's own first element."""
     row = 0
     for size in sizes:

@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dataflow.outputs.columns import ChunkColumns, ChunkRows
 from dataflow.outputs.fixed import stored_array
 from dataflow.outputs.output import BuiltColumn, Default, Output, split_ragged
 from prefetch.core.copy_table import PlanColumn
 from prefetch.memory.arena import rounded_bytes
+from sharding.spans import Bytes, Ints
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class RaggedOutput(Output):
         """Bytes of the values, or of the segments that length-aware batches take of them."""
         return rounded_bytes(int(self.row_sizes(rows).sum()))
 
-    def row_sizes(self, rows: ChunkRows) -> NDArray[np.int64]:
+    def row_sizes(self, rows: ChunkRows) -> Ints:
         """Return the bytes of the values, or of the segments that length-aware batches take of them."""
         cut = rows.cut_of(self.name)
         if cut is not None:
@@ -93,9 +93,7 @@ class RaggedOutput(Output):
         )
         return BuiltColumn(copies=copies, views=partial(self._views, np.append(0, ends)))
 
-    def _views(
-        self, ends: NDArray[np.int64], memory: NDArray[np.uint8], first: int, sizes: Sequence[int]
-    ) -> Iterator[Any]:
+    def _views(self, ends: Ints, memory: Bytes, first: int, sizes: Sequence[int]) -> Iterator[Any]:
         """One value a batch."""
         itemsize = np.dtype(self.source_dtype).itemsize
         elements = ends[first : first + sum(sizes) + 1] // itemsize
@@ -119,8 +117,6 @@ class PaddedOutput(RaggedOutput):
         """Return the kind, dtype and padding."""
         return f"{super().description()} {self.pad}"
 
-    def _views(
-        self, ends: NDArray[np.int64], memory: NDArray[np.uint8], first: int, sizes: Sequence[int]
-    ) -> Iterator[Any]:
+    def _views(self, ends: Ints, memory: Bytes, first: int, sizes: Sequence[int]) -> Iterator[Any]:
         for rows in super()._views(ends, memory, first, sizes):
             yield rows.padded(self.pad.value, self.pad.length)

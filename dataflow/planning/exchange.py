@@ -13,13 +13,12 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from dataflow.batch.measured import MeasuredSamples
 from sharding.errors import DataflowError
+from sharding.spans import Ints
 
 
 class NotHeldError(Exception):
@@ -58,7 +57,7 @@ class LengthExchange:
         with _named_failures():
             return len({*self._gathered(text)}) == 1
 
-    def lengths(self, own: NDArray[np.int64] | Exception) -> list[NDArray[np.int64]]:
+    def lengths(self, own: Ints | Exception) -> list[Ints]:
         """The lengths that each maker has measured; an error ends the loop on all ranks.
 
         Raises the own error, `DataflowError` for that of another rank, `NotHeldError` where that is all.

@@ -39,6 +39,7 @@ from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES
 from sharding.order.epoch_order import EpochOrder
 from sharding.plan.window_size import DEFAULT_LIMIT
 from sharding.printable import listed
+from sharding.spans import Ints
 from sharding.topology.topology import Topology
 
 _log = logging.getLogger("dataflow")
@@ -294,9 +295,7 @@ class SampleLengths:
                 planner = planner.with_lengths(None)
         return self._with_lengths(planner)
 
-    def record(
-        self, planner: UnitPlanner, order: EpochOrder, first: int, lengths: NDArray[np.int64]
-    ) -> UnitPlanner:
+    def record(self, planner: UnitPlanner, order: EpochOrder, first: int, lengths: Ints) -> UnitPlanner:
         """Keep the lengths of samples from a position of an order on; the planner that knows them, too."""
         if self._kept is not None:
             self._kept.note(order.samples(np.arange(first, first + len(lengths))), lengths)
@@ -476,9 +475,7 @@ def lengths_alone(transform: Any, batching: Batching) -> Callable[..., Any]:
     return MadeToMeasure(transform, batching, gather_of(batching))
 
 
-def error_of_sample(
-    dataset: ShardedDataset, sample: NDArray[np.int64], reason: str, *, stage: str
-) -> SampleError:
+def error_of_sample(dataset: ShardedDataset, sample: Ints, reason: str, *, stage: str) -> SampleError:
     """An error that names a sample, [1], by what the index tells."""
     number, row = (int(at[0]) for at in dataset.selection.locate(sample))
     block = dataset.catalog.block(number)

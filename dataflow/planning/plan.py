@@ -11,7 +11,6 @@ from pkgutil import resolve_name
 from typing import Any, ClassVar, TypeVar, Unpack
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import memory_limit_bytes
@@ -36,6 +35,7 @@ from sharding.plan.history import PassedRange, StepHistory
 from sharding.plan.placement import read_amplification, shard_index_of
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.plan.window_size import resolve_windows
+from sharding.spans import Ints
 from sharding.topology.topology import Topology
 
 _ORDERS_KEPT = 2
@@ -345,7 +345,7 @@ class StreamPlan:
         other._orders[order.epoch] = order
         return other.epoch(order.epoch, start)
 
-    def numbers(self, order: EpochOrder, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def numbers(self, order: EpochOrder, positions: Ints) -> Ints:
         """The numbers of the samples at some positions, as windows have them (`RowNumbers`)."""
         samples, sources = order.samples(positions), self.dataset.sources
         ends = np.cumsum([len(source) for source in sources])

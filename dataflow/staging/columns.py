@@ -15,6 +15,7 @@ from prefetch.core.executor import executor
 from prefetch.memory.arena import Arena
 from sharding.blocks import ABSENT, MISSING, NULL_INSIDE, PATH_ONLY, Column, Masked, Spans
 from sharding.cached_property import cached_property
+from sharding.spans import Bytes, Ints
 
 if TYPE_CHECKING:
     from dataflow.decode.rules import PartsRule
@@ -93,7 +94,7 @@ class StagedArray:
         values[have], bad = self.parse(Spans(column.buffer, column.starts[have], column.lengths[have]))
         return values, [(int(have[row]), reason) for row, reason in bad]
 
-    def bad_among(self, rows: NDArray[np.int64]) -> list[tuple[int, str]]:
+    def bad_among(self, rows: Ints) -> list[tuple[int, str]]:
         """Return which of some rows are bad, as indices into them, and why.
 
         Asked once the window is staged.
@@ -139,9 +140,9 @@ def _is_there(column: Column) -> NDArray[np.bool_]:
 class StagedSpans:
     """A column of a window whose values stay where they were read."""
 
-    addresses: NDArray[np.int64]
+    addresses: Ints
     """[rows] first byte of each value."""
-    lengths: NDArray[np.int64]
+    lengths: Ints
     """[rows] bytes; what `Spans` has where there is no value."""
     keep: list[Any] = field(default_factory=list)
     """Objects that keep the memory alive."""
@@ -159,7 +160,7 @@ class StagedSpans:
         """Return whether any row lacks the column; asked once the window is staged."""
         return bool((self.lengths < 0).any())
 
-    def of(self, rows: NDArray[np.int64] | slice) -> StagedSpans:
+    def of(self, rows: Ints | slice) -> StagedSpans:
         """Return those of some rows, which may come again."""
         return StagedSpans(self.addresses[rows], self.lengths[rows], self.keep)
 
@@ -183,7 +184,7 @@ class StagedSpans:
             self.addresses[rows] = column.ctypes.data + np.arange(len(column)) * column.strides[0]
             self.lengths[rows] = row_bytes
 
-    def put_cut(self, row: int, value: NDArray[np.uint8]) -> None:
+    def put_cut(self, row: int, value: Bytes) -> None:
         """Stage what was cut of a value. Several threads may stage different rows."""
         self.keep.append(value)
         self.addresses[row], self.lengths[row] = value.ctypes.data, len(value)
@@ -240,6 +241,6 @@ class StagedOutput:
         """Return where a window of so many rows puts it, before anything is read."""
         return StagedSpans(np.zeros(num_rows, np.int64), np.full(num_rows, -1, np.int64))
 
-    def cut(self, staged: StagedSpans, source: Source, rows: NDArray[np.int64], awaited: Awaited) -> None:
+    def cut(self, staged: StagedSpans, source: Source, rows: Ints, awaited: Awaited) -> None:
         """Read what rows need of other files, where it has `clip_bytes`, and stage it as their values."""
         raise NotImplementedError

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dataflow.staging.columns import StagedArray, StagedOutput, StagedSpans
 from dataflow.staging.rows import OpenRows, RowReader, WindowPart
@@ -24,6 +23,7 @@ from prefetch.memory.arena import Arena
 from prefetch.work import Task
 from sharding.errors import SampleError
 from sharding.plan.matches import blocks_of
+from sharding.spans import Bytes, Ints
 
 
 class MatchRows:
@@ -145,23 +145,19 @@ class JoinedWindow(StagedWindow):
         """Return whether values of all its windows may be touched where they lie."""
         return all(window.may_load for window in self._windows)
 
-    def buffer_of(
-        self, spans: StagedSpans, owners: NDArray[np.int64], column: str
-    ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    def buffer_of(self, spans: StagedSpans, owners: Ints, column: str) -> tuple[Bytes, Ints]:
         """See `StagedWindow`."""
         window, own = self._owners(owners, column)
         return window.buffer_of(spans, own, column)
 
     @contextmanager
-    def values_of(
-        self, spans: StagedSpans, owners: NDArray[np.int64], column: str
-    ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
+    def values_of(self, spans: StagedSpans, owners: Ints, column: str) -> Iterator[tuple[Bytes, Ints]]:
         """See `StagedWindow`."""
         window, own = self._owners(owners, column)
         with window.values_of(spans, own, column) as values:
             yield values
 
-    def _owners(self, rows: NDArray[np.int64], column: str) -> tuple[StagedRows, NDArray[np.int64]]:
+    def _owners(self, rows: Ints, column: str) -> tuple[StagedRows, Ints]:
         """Return the window that tells how values of some rows may be touched, and its rows of them.
 
         Mapped ones are all in one window; what was read is memory like any other.
@@ -209,7 +205,7 @@ class MatchStager:
             arena, num_readers=num_readers, keep_bytes=keep_bytes, keep_blocks=keep_blocks
         )
 
-    def rows_for(self, used: NDArray[np.int64], samples: NDArray[np.int64]) -> MatchRows:
+    def rows_for(self, used: Ints, samples: Ints) -> MatchRows:
         """The matches of some rows of a window, [n] ascending, which are these samples."""
         table, numbers = self._source.catalog.blocks, self._table.of(samples)
         block = blocks_of(table, numbers)
@@ -223,7 +219,7 @@ class MatchStager:
         return MatchRows(opened, self._source.outputs)
 
 
-def joined(own: StagedWindow, rows: NDArray[np.int64], stagers: Sequence[MatchStager]) -> JoinedWindow:
+def joined(own: StagedWindow, rows: Ints, stagers: Sequence[MatchStager]) -> JoinedWindow:
     """A window, and the matches of some of its rows; -1 is none."""
     is_used = np.zeros(own.samples.num_rows, np.bool_)
     is_used[rows[rows >= 0]] = True
@@ -232,7 +228,7 @@ def joined(own: StagedWindow, rows: NDArray[np.int64], stagers: Sequence[MatchSt
     return JoinedWindow(own, [stager.rows_for(used, samples) for stager in stagers])
 
 
-def _filled(part: WindowPart) -> NDArray[np.int64]:
+def _filled(part: WindowPart) -> Ints:
     """[n] rows of the joined window that a part fills, ascending."""
     assert isinstance(part.chunk_rows, np.ndarray)
     return part.chunk_rows

@@ -18,10 +18,11 @@ from sharding.blocks import Block, Format, Spans
 from sharding.cached_property import cached_property
 from sharding.catalog.table import Catalog
 from sharding.order.windows import ranges
+from sharding.spans import Ints
 
 _REMEMBERED_BYTES = 64 << 20
 _REMEMBERED_BLOCKS = 1 << 16
-Located = tuple[NDArray[np.int64], NDArray[np.int64]]
+Located = tuple[Ints, Ints]
 """The first byte of each row's value in its shard, and how many; -1: it has none."""
 
 
@@ -35,13 +36,13 @@ class ParsedNumbers:
         # Whoever sees under it that a block is known sees its numbers, too: writes may be seen in any order.
         self._lock = threading.Lock()  # guards _is_known
 
-    def known(self, blocks: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def known(self, blocks: Ints) -> NDArray[np.bool_]:
         """[b] Whether the numbers of each block are there."""
         with self._lock:
             known: NDArray[np.bool_] = self._is_known[blocks]
             return known
 
-    def note_known(self, blocks: NDArray[np.int64]) -> None:
+    def note_known(self, blocks: Ints) -> None:
         """The numbers of these blocks have been written."""
         with self._lock:
             self._is_known[blocks] = True
@@ -70,7 +71,7 @@ class ValueLocator:
             {column: np.zeros(num_kept, np.int64) for column in columns} for _ in range(2)
         )
 
-    def of_blocks(self, numbers: NDArray[np.int64]) -> LocatedBlocks | None:
+    def of_blocks(self, numbers: Ints) -> LocatedBlocks | None:
         """Some blocks, [b] numbers, and where their values lie; None where the format cannot tell."""
         wanted = numbers.tolist()
         if self._is_remembered:
@@ -108,7 +109,7 @@ class ValueLocator:
             known = self._parsed.setdefault(column, ParsedNumbers(self._catalog.num_blocks, values))
         return known
 
-    def _remembered(self, column: str, samples: NDArray[np.int64]) -> Located:
+    def _remembered(self, column: str, samples: Ints) -> Located:
         return self._starts[column][samples], self._lengths[column][samples]
 
 
@@ -123,17 +124,17 @@ class LocatedBlocks(Struct, frozen=True, dict=True):
     """Some blocks of a source, one after the other, and where their values lie."""
 
     blocks: list[Block]
-    numbers: NDArray[np.int64]
+    numbers: Ints
     """[b] of the blocks."""
-    column: Callable[[str, NDArray[np.int64]], Located]
+    column: Callable[[str, Ints], Located]
     """The name of a column, and `samples` -> the place of each row's value, new arrays."""
 
     @cached_property
-    def counts(self) -> NDArray[np.int64]:
+    def counts(self) -> Ints:
         """[b] number of samples of each."""
         return np.array([block.num_samples for block in self.blocks], np.int64)
 
-    def samples(self) -> NDArray[np.int64]:
+    def samples(self) -> Ints:
         """[rows] of each row, its number in the source; made anew, to be dropped when all is staged."""
         first = np.array([block.first_sample for block in self.blocks], np.int64)
         return ranges(first, self.counts)

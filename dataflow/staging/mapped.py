@@ -17,7 +17,6 @@ from functools import partial
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dataflow.staging.columns import ALIGN, StagedArray, StagedOutput, StagedSpans
 from dataflow.staging.source import Source
@@ -30,12 +29,13 @@ from prefetch.memory.mapping import MappedShard, will_need
 from prefetch.memory.open_files import MOST_OPEN, OpenFile
 from sharding.blocks import Spans
 from sharding.cached_property import cached_property
+from sharding.spans import Bytes, Ints
 
 
 class WindowOfFiles(StagedWindow):
     """A window of which some blocks, or all, are mapped while it is open."""
 
-    def __init__(self, source: Source, arena: Arena, samples: WindowSamples, rows: NDArray[np.int64]) -> None:
+    def __init__(self, source: Source, arena: Arena, samples: WindowSamples, rows: Ints) -> None:
         super().__init__(source, arena, samples, rows)
         self._shards: list[MappedShard | None] = [None] * len(samples.blocks)
         """[b] of blocks that are mapped."""
@@ -49,9 +49,7 @@ class WindowOfFiles(StagedWindow):
         """While all its files are guarded. To be asked inside `FileGuards.loading`."""
         return all(guard is not None and guard.held for guard in self._guards)
 
-    def buffer_of(
-        self, spans: StagedSpans, owners: NDArray[np.int64], column: str
-    ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    def buffer_of(self, spans: StagedSpans, owners: Ints, column: str) -> tuple[Bytes, Ints]:
         """A copy of values, and the start of each in it: only the kernel may touch mapped pages.
 
         Where no block is mapped, there is nothing to copy. Raises `ShardReadError` for one whose bytes are
@@ -79,9 +77,7 @@ class WindowOfFiles(StagedWindow):
         return buffer, starts
 
     @contextmanager
-    def values_of(
-        self, spans: StagedSpans, owners: NDArray[np.int64], column: str
-    ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
+    def values_of(self, spans: StagedSpans, owners: Ints, column: str) -> Iterator[tuple[Bytes, Ints]]:
         """See `StagedWindow`: the values where they lie, while all files are guarded; else a copy."""
         with self.source.mappings.loading():
             is_loaded = self.may_load
@@ -123,8 +119,8 @@ class MappedWindow(WindowOfFiles):
         self,
         source: Source,
         arena: Arena,
-        numbers: NDArray[np.int64],
-        rows: NDArray[np.int64],
+        numbers: Ints,
+        rows: Ints,
         *,
         share: RowFraction,
         num_readers: int = 1,
@@ -181,7 +177,7 @@ class MappedWindow(WindowOfFiles):
             nbytes = sum(int(np.maximum(own, 0).sum()) for own in lengths)
             self.source.traffic.add(nbytes, nbytes)
 
-    def _parse(self, output: StagedOutput, rows: NDArray[np.int64], samples: NDArray[np.int64]) -> None:
+    def _parse(self, output: StagedOutput, rows: Ints, samples: Ints) -> None:
         """Parse the numbers of the rows; those of whole blocks only once, where they can be remembered."""
         staged, column = self.staged[output.name], output.sources[0]
         assert isinstance(staged, StagedArray)
@@ -206,7 +202,7 @@ class MappedWindow(WindowOfFiles):
             has_bad[np.array([self.samples.find(row)[0] for row in staged.bad], np.int64)] = True
             parsed.note_known(self._located.numbers[~has_bad])  # bad rows are to be found anew
 
-    def _spans_of(self, name: str, samples: NDArray[np.int64]) -> StagedSpans:
+    def _spans_of(self, name: str, samples: Ints) -> StagedSpans:
         """Return where the values of a column lie in the mappings."""
         if name == "__url__":
             num_rows = self.samples.num_rows
@@ -220,7 +216,7 @@ class MappedWindow(WindowOfFiles):
         return StagedSpans(addresses, lengths)
 
     @cached_property
-    def _files(self) -> tuple[list[OpenFile], NDArray[np.int64], NDArray[np.int64]]:
+    def _files(self) -> tuple[list[OpenFile], Ints, Ints]:
         """Its files, which are all guarded; which of them has each block; and where each is mapped."""
         shards = [shard for shard in self._shards if shard is not None and shard.open_file is not None]
         numbers = {shard: number for number, shard in enumerate(dict.fromkeys(shards))}
@@ -228,7 +224,7 @@ class MappedWindow(WindowOfFiles):
         bases = np.array([shard.address for shard in numbers], np.int64)
         return files, np.array([numbers[shard] for shard in shards], np.int64), bases
 
-    def in_files(self, column: str, rows: NDArray[np.int64]) -> FileParts | None:
+    def in_files(self, column: str, rows: Ints) -> FileParts | None:
         """See `StagedRows.in_files`: while all its files are guarded, which keeps them open."""
         spans = self.staged[column]
         if column == "__url__" or not isinstance(spans, StagedSpans) or not self.may_load:

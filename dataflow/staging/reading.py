@@ -24,6 +24,7 @@ from prefetch.memory.mapping import can_map
 from prefetch.store.ranges import MOST_BYTES, coalesce
 from sharding.blocks import Block, Column, Columns, Masked, Spans
 from sharding.errors import CorruptShardError
+from sharding.spans import Bytes, Ints
 from sharding.urls import is_local
 
 _TASK_BYTES, _MOST_A_TASK, _LEAST_TASKS = 1 << 20, 16, 4
@@ -48,8 +49,8 @@ class ReadWindow(WindowOfFiles):
         self,
         source: Source,
         arena: Arena,
-        numbers: NDArray[np.int64],
-        rows: NDArray[np.int64],
+        numbers: Ints,
+        rows: Ints,
         *,
         num_readers: int = 1,
         keeps_mapped: bool = True,
@@ -57,7 +58,7 @@ class ReadWindow(WindowOfFiles):
         blocks = source.blocks(numbers)
         super().__init__(source, arena, WindowSamples(source.first_number, blocks), rows)
         self._data: list[memoryview | None] = [None] * len(blocks)
-        self._region: NDArray[np.uint8] | None = None
+        self._region: Bytes | None = None
         self._num_readers = num_readers
         self._in_region = bool(blocks) and source.locates(numbers)
         self._keeps_blocks = self._in_region or any(output.stays_in_place for output in source.outputs)
@@ -133,7 +134,7 @@ class ReadWindow(WindowOfFiles):
             before = block
         return requests
 
-    def _read(self, ordinals: range, at: int, memory: NDArray[np.uint8] | None) -> None:
+    def _read(self, ordinals: range, at: int, memory: Bytes | None) -> None:
         blocks = self.samples.blocks[ordinals.start : ordinals.stop]
         if self._decodes_in_place and self._decode_in_place(ordinals.start):
             return
@@ -221,20 +222,14 @@ class SparseWindow(StagedWindow):
     Raises `NotLocatableError` where the format cannot tell where values lie.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        arena: Arena,
-        numbers: NDArray[np.int64],
-        rows: NDArray[np.int64],
-    ) -> None:
+    def __init__(self, source: Source, arena: Arena, numbers: Ints, rows: Ints) -> None:
         blocks, wanted = source.blocks(numbers), np.unique(rows[rows >= 0])
         first = np.cumsum([0, *(block.num_samples for block in blocks[:-1])])
         by_block = np.split(wanted, np.searchsorted(wanted, first[1:]))
         rows_in_block = [own - start for own, start in zip(by_block, first.tolist(), strict=True)]
         own_rows = np.where(rows < 0, -1, np.searchsorted(wanted, rows))
         super().__init__(source, arena, WindowSamples(source.first_number, blocks, rows_in_block), own_rows)
-        self._region: NDArray[np.uint8] | None = None
+        self._region: Bytes | None = None
         self._spans = [self._locate(block, own) for block, own in zip(blocks, rows_in_block, strict=True)]
         self._parts = [
             (output, ordinal, row)
@@ -262,16 +257,14 @@ class SparseWindow(StagedWindow):
             for name, s in spans.items()
         }
 
-    def _locate(self, block: Block, rows: NDArray[np.int64]) -> dict[str, Spans]:
+    def _locate(self, block: Block, rows: Ints) -> dict[str, Spans]:
         """Return where the values of rows of a block lie in its stored bytes."""
         spans = self.source.format.locate(block, self.source.columns)
         if spans is None:
             raise NotLocatableError(f"format {self.source.format.name} cannot tell where values lie")
         return {name: Spans(s.buffer, s.starts[rows], s.lengths[rows]) for name, s in spans.items()}
 
-    def _joined(
-        self, spans: dict[str, Spans]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def _joined(self, spans: dict[str, Spans]) -> tuple[Ints, Ints, Ints]:
         """First byte and length of the ranges to ask for, and which holds each value, column by column.
 
         Values that lie near each other are in one range, unless a cache keeps each for itself.

@@ -31,14 +31,13 @@ from prefetch.memory.arena import Arena
 from prefetch.store.ranges import read_located
 from prefetch.work import Task
 from sharding.blocks import Block, Column, Columns, Masked, Spans
+from sharding.spans import Ints
 
 if TYPE_CHECKING:
     from dataflow.staging.reading import ReadWindow
     from sharding.catalog.table import Catalog
     from sharding.order.selection import Selection
 
-
-Ints = NDArray[np.int64]
 
 _MOST_MAPPED = 1 << 13
 """Shards of a window that is mapped: the system allows 65,530 mappings, and several windows are open."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 from msgspec import Struct
-from numpy.typing import NDArray
 
 from dataflow.staging.columns import StagedOutput
 from dataflow.staging.locator import ValueLocator
@@ -24,6 +23,7 @@ from sharding.cached_property import cached_property
 from sharding.catalog.table import Catalog
 from sharding.errors import ShardChangedError, ShardReadError
 from sharding.printable import printable
+from sharding.spans import Bytes, Ints
 
 if TYPE_CHECKING:
     from dataflow.decode.rules import ReadBytes
@@ -114,7 +114,7 @@ class Source:
         self,
         shard: Shard,
         offset: int,
-        out: NDArray[np.uint8],
+        out: Bytes,
         *,
         checksum: int | None = None,
         awaited: Awaited | None = None,
@@ -145,7 +145,7 @@ class Source:
     def reading(self, shard: Shard, *, awaited: Awaited | None, first: int = 0) -> ReadBytes:
         """Return what reads, and counts, bytes of a shard from its byte `first` on."""
 
-        def read(offset: int, nbytes: int) -> NDArray[np.uint8]:
+        def read(offset: int, nbytes: int) -> Bytes:
             out = np.empty(nbytes, np.uint8)
             self.read_into(shard, first + offset, out, awaited=awaited)
             self.traffic.add(nbytes, 0)
@@ -210,7 +210,7 @@ class Source:
     def _has_others(self) -> bool:
         return any(spec.kind == "other" for own in self.catalog.schemas for spec in own.values())
 
-    def locates(self, blocks: NDArray[np.int64]) -> bool:
+    def locates(self, blocks: Ints) -> bool:
         """Return whether values of all these blocks lie in the stored bytes: not so in compressed shards.
 
         Nor where a column is asked for that nothing delivers: whoever decodes the block says so.
@@ -236,7 +236,7 @@ class Source:
         first = np.flatnonzero(self.catalog.blocks.num_samples)[:1]
         return can_map(self.catalog.shard(0).url) and self.locates(first)
 
-    def blocks(self, numbers: NDArray[np.int64]) -> list[Block]:
+    def blocks(self, numbers: Ints) -> list[Block]:
         """The blocks of these numbers."""
         return [self.catalog.block(number) for number in numbers.tolist()]
 

@@ -23,6 +23,7 @@ from prefetch.memory.arena import Arena
 from sharding.order.epoch_order import EpochOrder, SourceWindow, Windows
 from sharding.order.order import Order
 from sharding.order.selection import SelectedOrder
+from sharding.spans import Ints
 
 if TYPE_CHECKING:
     from dataflow.staging.joined import MatchStager
@@ -38,13 +39,13 @@ class FullWindows:
     def __init__(self, order: SelectedOrder, size: int) -> None:
         self._order, self._size = order, size
 
-        def find(first: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        def find(first: int, end: int) -> tuple[Ints, Ints]:
             return order.rows_at(np.arange(first, end))
 
         # A window is asked for its blocks, then for its samples.
         self._find = lru_cache(1)(find)
 
-    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def locate(self, positions: Ints) -> tuple[Ints, Ints]:
         """Window and index of each position."""
         return positions // self._size, positions % self._size
 
@@ -53,7 +54,7 @@ class FullWindows:
         first = window * self._size
         return first, min(first + self._size, self._order.num_samples)
 
-    def window_positions(self, window: int) -> NDArray[np.int64]:
+    def window_positions(self, window: int) -> Ints:
         """The position of each index of a window."""
         return np.arange(*self.window_span(window))
 
@@ -62,13 +63,11 @@ class FullWindows:
         first, end = self.window_span(window)
         return end - first
 
-    def window_blocks(self, window: int) -> NDArray[np.int64]:
+    def window_blocks(self, window: int) -> Ints:
         """Blocks that hold the window's samples, ascending."""
         return np.unique(self._find(*self.window_span(window))[0])
 
-    def window_samples(
-        self, window: int, indices: NDArray[np.int64] | None = None
-    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    def window_samples(self, window: int, indices: Ints | None = None) -> tuple[NDArray[np.int32], Ints]:
         """Block ordinal and row in the block of each index, or of those given."""
         blocks, row = self._find(*self.window_span(window))
         ordinal = np.searchsorted(np.unique(blocks), blocks).astype(np.int32)
@@ -143,7 +142,7 @@ class Stager:
             return values + ALIGN * len(source.columns)
         return 1 + int((table.length + table.nbytes)[used].mean())
 
-    def stage(self, units: Windows, number: int, indices: NDArray[np.int64] | None) -> StagedWindow:
+    def stage(self, units: Windows, number: int, indices: Ints | None) -> StagedWindow:
         """A window of which only the rows at some indices are needed; None for all."""
         own = units.source_window(number)
         source = self._sources[own.source]
@@ -155,9 +154,7 @@ class Stager:
         window.seed, window.source_epoch = self._seed, own.epoch
         return window
 
-    def _staged(
-        self, source: Source, units: Windows, number: int, indices: NDArray[np.int64] | None
-    ) -> StagedWindow:
+    def _staged(self, source: Source, units: Windows, number: int, indices: Ints | None) -> StagedWindow:
         """A window of a source, without what is joined to it."""
         if source.cache is not None and isinstance(units, Order):
             source.cache.begins(units.epoch, number)
@@ -176,9 +173,7 @@ class Stager:
             rows[indices] = wanted
         return self._opened(source, blocks, rows, "few" if isinstance(units, FullWindows) else "many")
 
-    def _opened(
-        self, source: Source, blocks: NDArray[np.int64], rows: NDArray[np.int64], share: RowFraction
-    ) -> StagedWindow:
+    def _opened(self, source: Source, blocks: Ints, rows: Ints, share: RowFraction) -> StagedWindow:
         return self._open_window(
             source, self._arena, blocks, rows, share=share, num_readers=self._num_readers
         )

@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dataflow.decode.values import DRAWS, Draws
 from dataflow.staging.columns import StagedArray, StagedSpans
@@ -29,6 +28,7 @@ from sharding.blocks import Block, Columns, Spans
 from sharding.cached_property import cached_property
 from sharding.errors import DataflowError, SampleError, ShardReadError
 from sharding.order.permutations import uniform
+from sharding.spans import Bytes, Ints
 from sharding.urls import is_local
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class WindowSamples:
         self,
         first_number: int,
         blocks: Sequence[Block],
-        rows_in_block: Sequence[NDArray[np.int64]] | None = None,
+        rows_in_block: Sequence[Ints] | None = None,
     ) -> None:
         self._first_number, self.blocks = first_number, blocks
         self.row_in_block = np.concatenate(rows_in_block) if rows_in_block else None
@@ -81,11 +81,11 @@ class WindowSamples:
         ordinal, in_block = self.find(row)
         return self._first_number + self.blocks[ordinal].first_sample + in_block
 
-    def ordinals(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def ordinals(self, rows: Ints) -> Ints:
         """[n] the ordinal of the block that holds each of n rows."""
         return np.searchsorted(self.first_row, rows, side="right") - 1
 
-    def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def numbers(self, rows: Ints) -> Ints:
         """See `RowNumbers.numbers`."""
         ordinal = self.ordinals(rows)
         in_block = rows - self.first_row[ordinal] if self.row_in_block is None else self.row_in_block[rows]
@@ -97,7 +97,7 @@ class WindowSamples:
         return *map(address_of, (self.first_row, self.first_samples, self.row_in_block)), len(self.blocks)
 
     @cached_property
-    def first_samples(self) -> NDArray[np.int64]:
+    def first_samples(self) -> Ints:
         """[b] the number of each block's first sample."""
         return np.array([block.first_sample for block in self.blocks], np.int64) + self._first_number
 
@@ -106,9 +106,9 @@ class FileParts(NamedTuple):
     """Values that lie in files which this process has open."""
 
     files: Sequence[OpenFile]
-    numbers: NDArray[np.int64]
+    numbers: Ints
     """[n] which of `files` has each value."""
-    offsets: NDArray[np.int64]
+    offsets: Ints
     """[n] bytes of the file before it."""
 
 
@@ -119,7 +119,7 @@ class RowNumbers(Protocol):
         """Number of a row in the dataset; no two sources of a mixture share one."""
         ...
 
-    def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def numbers(self, rows: Ints) -> Ints:
         """Numbers of rows in the dataset, as `number`, int64 [n]."""
         ...
 
@@ -143,7 +143,7 @@ class StagedRows(ABC):
         self.samples = samples
         self.staged: dict[str, StagedArray | StagedSpans] = {}
 
-    def in_files(self, column: str, rows: NDArray[np.int64]) -> FileParts | None:
+    def in_files(self, column: str, rows: Ints) -> FileParts | None:
         """Return where values of a column that stays in place lie in open files.
 
         None where they lie in memory.
@@ -157,9 +157,7 @@ class StagedRows(ABC):
         """Return whether values may be touched where they lie; else only the kernel may copy them."""
         return True
 
-    def buffer_of(
-        self, spans: StagedSpans, owners: NDArray[np.int64], column: str
-    ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    def buffer_of(self, spans: StagedSpans, owners: Ints, column: str) -> tuple[Bytes, Ints]:
         """Memory that may be read and holds n values, and the start of each in it.
 
         `owners`: [n] the rows of the window that the values are of.
@@ -173,9 +171,7 @@ class StagedRows(ABC):
         return memory_at(base, end - base, (spans.keep, self._shards)), spans.addresses - base
 
     @contextmanager
-    def values_of(
-        self, spans: StagedSpans, owners: NDArray[np.int64], column: str
-    ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
+    def values_of(self, spans: StagedSpans, owners: Ints, column: str) -> Iterator[tuple[Bytes, Ints]]:
         """Do as `buffer_of`, for memory that may be read inside only."""
         yield self.buffer_of(spans, owners, column)
 
@@ -210,15 +206,15 @@ class StagedWindow(StagedRows):
     nbytes: int
     """Bytes held from admission to close, at most."""
 
-    def __init__(self, source: Source, arena: Arena, samples: WindowSamples, rows: NDArray[np.int64]) -> None:
+    def __init__(self, source: Source, arena: Arena, samples: WindowSamples, rows: Ints) -> None:
         super().__init__(source.number, samples)
         self.source, self.arena, self.rows = source, arena, rows
         self.seed = self.epoch = 0
         """With the epoch and the sample, it decides what is read of a value that need not be read whole."""
         self.chunk_list: list[Any] = []
-        self.in_batches: tuple[int, NDArray[np.int64]] | None = None
+        self.in_batches: tuple[int, Ints] | None = None
         """The first batch that lies in it alone, and the rows of all such batches; once asked for."""
-        self._names: tuple[int, Sequence[str] | None, NDArray[np.int64] | None] | None = None
+        self._names: tuple[int, Sequence[str] | None, Ints | None] | None = None
         """The result of `_names_of` for each block, by its ordinal."""
         self._awaited: Awaited = Future()
 
@@ -283,19 +279,19 @@ class StagedWindow(StagedRows):
             np.frombuffer(value, np.uint8), np.zeros(num_rows, np.int64), np.full(num_rows, length, np.int64)
         )
 
-    def draws(self, rows: NDArray[np.int64]) -> Draws:
+    def draws(self, rows: Ints) -> Draws:
         """[n, DRAWS] random numbers of the samples in n rows, each a function of (seed, epoch, sample)."""
         epoch = self.epoch if self.source_epoch is None else self.source_epoch
         return uniform(self.seed, epoch, self.samples.numbers(rows), DRAWS)
 
-    def cut_clips(self, rows: NDArray[np.int64]) -> None:
+    def cut_clips(self, rows: Ints) -> None:
         """Cut what some rows need of other files. Reads; several threads may do it for different rows."""
         for output in self.source.clips if len(rows) else ():
             staged = self.staged[output.name]
             assert isinstance(staged, StagedSpans)
             output.cut(staged, self.source, rows, self._awaited)
 
-    def with_clips(self, rows: NDArray[np.int64]) -> StagedWindow:
+    def with_clips(self, rows: Ints) -> StagedWindow:
         """The window, and of some rows also what they need of other files, which it does not keep."""
         if not self.source.clips:
             return self
@@ -328,7 +324,7 @@ class StagedWindow(StagedRows):
         keys = self._names_of(ordinal)[0] if self.holds_blocks or is_local(block.shard.url) else None
         return str(block.first_in_shard + in_block) if keys is None else keys[in_block], block.shard.url
 
-    def _names_of(self, ordinal: int) -> tuple[Sequence[str] | None, NDArray[np.int64] | None]:
+    def _names_of(self, ordinal: int) -> tuple[Sequence[str] | None, Ints | None]:
         """Keys of a block's samples, and their bytes; None: they have none, or these cannot be had.
 
         Those of the block asked for last are kept: where one sample is bad, others are, and a compressed

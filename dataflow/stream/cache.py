@@ -32,6 +32,7 @@ from sharding.order.permutations import splitmix64
 from sharding.plan.matches import MatchTable
 from sharding.plan.next_use import LaneRange, lanes_of_shard_indices, next_uses, windows_of_blocks
 from sharding.plan.placement import shard_index_of
+from sharding.spans import Ints
 from sharding.topology.topology import Topology
 from sharding.urls import is_local
 
@@ -121,20 +122,20 @@ class SourceUse:
     """The rows that a joined source brings along; None: it is the one that is ordered."""
     # Blocks of the oldest window that is open may still be wanted.
     _open: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOWS_OPEN))
-    _windows: OrderedDict[int, tuple[NDArray[np.int64], int]] = field(default_factory=OrderedDict)
+    _windows: OrderedDict[int, tuple[Ints, int]] = field(default_factory=OrderedDict)
 
     def begins(self, epoch: int, window: int) -> None:
         """Note that its next window is going to be read. Cheap; one thread."""
         self._open.append((epoch, window))
 
-    def next_uses(self, blocks: NDArray[np.int64], *, just_read: bool) -> NDArray[np.float64]:
+    def next_uses(self, blocks: Ints, *, just_read: bool) -> NDArray[np.float64]:
         """Return when some of its blocks are needed next. One thread at a time."""
         epoch, window = self._open[0] if self._open else (0, 0)
         this, following = self._at(epoch), self._at(epoch + 1)
         when = next_uses(blocks, (epoch, window), this, following, done=just_read and not self.lanes.shared)
         return when * self.samples
 
-    def _at(self, epoch: int) -> tuple[NDArray[np.int64], int]:
+    def _at(self, epoch: int) -> tuple[Ints, int]:
         windows = self._windows.get(epoch)
         if windows is None:
             order = self.order_of(epoch)
@@ -170,7 +171,7 @@ class NextUse:
         return float(self._of(its, offset, just_read=True)[0][0])
 
     def _of(
-        self, shard_hashes: NDArray[np.uint64], offsets: NDArray[np.int64], *, just_read: bool
+        self, shard_hashes: NDArray[np.uint64], offsets: Ints, *, just_read: bool
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         with self._lock:
             keys = _keys(shard_hashes, offsets)
@@ -198,7 +199,7 @@ class NextUse:
         ]
 
     @cached_property
-    def _table(self) -> tuple[NDArray[np.uint64], NDArray[np.int16], NDArray[np.int64]]:
+    def _table(self) -> tuple[NDArray[np.uint64], NDArray[np.int16], Ints]:
         """Keys of all blocks, ascending; the source and the row in its table of each."""
         keys, owners, blocks = [], [], []
         for number, (source, shard_hashes) in enumerate(
@@ -213,5 +214,5 @@ class NextUse:
         return every[order], np.concatenate(owners)[order], np.concatenate(blocks)[order]
 
 
-def _keys(shard_hashes: NDArray[np.uint64], offsets: NDArray[np.int64]) -> NDArray[np.uint64]:
+def _keys(shard_hashes: NDArray[np.uint64], offsets: Ints) -> NDArray[np.uint64]:
     return splitmix64(shard_hashes ^ splitmix64(offsets.astype(np.uint64)))

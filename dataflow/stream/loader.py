@@ -18,9 +18,6 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dataflow.batch.delivered import UNTRAINED, Delivered
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import told_of_memory
@@ -61,6 +58,7 @@ from sharding.order.epoch_order import EpochOrder
 from sharding.plan.difference import Facts
 from sharding.plan.history import StepHistory
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
+from sharding.spans import Ints
 from sharding.topology.topology import Topology
 
 
@@ -545,7 +543,7 @@ class StreamLoader:
         with told_of_memory("find samples in their blocks", "write shards with smaller blocks (row groups)"):
             return Session(decided, epoch, start, errors=errors, pause=pause, device=self.device, stage=stage)
 
-    def _record(self, order: EpochOrder, first: int, lengths: NDArray[np.int64]) -> None:
+    def _record(self, order: EpochOrder, first: int, lengths: Ints) -> None:
         """Keep the lengths of samples that were measured, from a position of an order on."""
         if self._plan.planner is not None and self._lengths is not None:
             self._use_planner(self._lengths.record(self._plan.planner, order, first, lengths))

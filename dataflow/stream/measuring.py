@@ -21,7 +21,6 @@ from weakref import WeakMethod
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from dataflow.batch.chunk import note_sums
@@ -43,6 +42,7 @@ from sharding.errors import DataflowError, SampleError
 from sharding.lengths.measuring import MeasuredUnits, SharePlan, maker_counts, makers
 from sharding.lengths.unit_plan import LEFT_OUT, UnitPlan
 from sharding.order.epoch_order import EpochOrder
+from sharding.spans import Ints
 
 _log = logging.getLogger("dataflow")
 
@@ -52,7 +52,7 @@ _MOST_AHEAD = 8
 """Batches beyond the next two of which lengths are known before, where these are measured ahead: rows of the
 next megabatch are built before those of this one are all delivered."""
 
-Record = Callable[[EpochOrder, int, NDArray[np.int64]], None]
+Record = Callable[[EpochOrder, int, Ints], None]
 """Notes the lengths of the samples from a position of an order on."""
 
 
@@ -94,7 +94,7 @@ class MeasuringPlan(StreamPlan):
         plan = self.outer.epoch(epoch, start)
         assert isinstance(plan, UnitPlan)
         order, bounds = plan.order, plan.sequence.bounds
-        own: Callable[[int], NDArray[np.int64]]
+        own: Callable[[int], Ints]
         if self.num_makers:
             counts = maker_counts(bounds, self.maker, self.num_makers)
             own = partial(self._measured_here, plan)
@@ -106,19 +106,19 @@ class MeasuringPlan(StreamPlan):
         counts[: plan.megabatch] = 0  # those before are done
         return SharePlan(order, bounds, counts, own, batch_size=self.batch_size)
 
-    def _measured_here(self, plan: UnitPlan, megabatch: int) -> NDArray[np.int64]:
+    def _measured_here(self, plan: UnitPlan, megabatch: int) -> Ints:
         """Positions of the samples of a megabatch that this rank is to make."""
         first, end = plan.sequence.bounds[megabatch : megabatch + 2].tolist()
         of_maker = makers(first, end, plan.order.num_lanes, self.num_makers)
-        own: NDArray[np.int64] = np.flatnonzero(of_maker == self.maker) + first
+        own: Ints = np.flatnonzero(of_maker == self.maker) + first
         return own
 
-    def _delivered_here(self, plan: UnitPlan) -> Callable[[int], NDArray[np.int64]]:
+    def _delivered_here(self, plan: UnitPlan) -> Callable[[int], Ints]:
         """Megabatch -> the positions of which this rank delivers segments, where all lengths are known."""
         sequence, dealt = plan.sequence, plan.batch_plan
         last = dealt.items(max(0, dealt.num_batches - 1), dealt.num_batches)[0]
 
-        def own(megabatch: int) -> NDArray[np.int64]:
+        def own(megabatch: int) -> Ints:
             units, begin = sequence.units(megabatch), int(sequence.first_unit[megabatch])
             items = dealt.rank_items(begin, begin + len(units))
             numbers = np.arange(len(units)) if items is None else items - begin
@@ -126,7 +126,7 @@ class MeasuringPlan(StreamPlan):
             mine = np.zeros(len(units), bool)
             mine[np.concatenate((numbers, filled_up))] = True
             rows = np.repeat(mine, np.diff(units.first))
-            positions: NDArray[np.int64] = np.unique(units.segments.position[rows])
+            positions: Ints = np.unique(units.segments.position[rows])
             positions += sequence.bounds[megabatch]
             return positions
 
@@ -418,9 +418,7 @@ class MeasuringStage:
         self._units.add(lengths)
         self._deal(own)
 
-    def _exchanged(
-        self, exchange: LengthExchange, own: NDArray[np.int64] | Exception, first: int, end: int
-    ) -> NDArray[np.int64]:
+    def _exchanged(self, exchange: LengthExchange, own: Ints | Exception, first: int, end: int) -> Ints:
         """The lengths of a megabatch, of which each rank has measured some; so it is with costs."""
         of_maker = makers(first, end, self._order.num_lanes, exchange.num_makers)
         mine = own if isinstance(own, Exception) else own[of_maker == exchange.maker]
@@ -430,7 +428,7 @@ class MeasuringStage:
             lengths[of_maker == maker] = measured
         return lengths
 
-    def _checked(self, made: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
+    def _checked(self, made: Ints, first: int, end: int) -> Ints:
         """The lengths, and costs, that were known, with which what was made must agree."""
         assert self._lengths is not None
         lengths = self._lengths[first:end].astype(np.int64)
@@ -464,7 +462,7 @@ class MeasuringStage:
         made = sum(samples.nbytes for samples in self._made)
         self._hold(self._dealt.nbytes + self._undealt.nbytes + made - self._held_bytes)
 
-    def _positions(self, shard_index: int, first: int, last: int) -> NDArray[np.int64]:
+    def _positions(self, shard_index: int, first: int, last: int) -> Ints:
         """Positions of the samples of a rank's batches [first, last), ascending."""
         units = self._units
         dealt = self._outer.dealt(units.num_units, is_all=units.is_all, rank=shard_index)
@@ -543,7 +541,7 @@ class LengthsStage(MeasuringStage):
         self.known.tell()
 
 
-def _lengths(samples: MeasuredSamples, column: str) -> NDArray[np.int64]:
+def _lengths(samples: MeasuredSamples, column: str) -> Ints:
     if not len(samples):
         return np.empty(0, np.int64)
     lists = samples.columns[column]

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dataflow.batch.builder import BuildContext
 from dataflow.batch.chunk import BatchChunk
@@ -24,6 +23,7 @@ from prefetch.memory.copies import Copies
 from sharding.order.epoch_order import Windows
 from sharding.plan.batch_index import BatchIndex
 from sharding.plan.plan import RankPlan
+from sharding.spans import Ints
 
 _LOCATED_SAMPLES = 1 << 14
 """Samples located at a time, so that the cost of a call vanishes."""
@@ -133,9 +133,7 @@ class Stream:
             # The stream's first batch waits for one batch's work only.
             self._next_chunk = min(2 * self._next_chunk, self._batches_per_chunk)
 
-    def _open(
-        self, plan: RankPlan, units: Windows, number: int, indices: NDArray[np.int64] | None
-    ) -> _DealtWindow:
+    def _open(self, plan: RankPlan, units: Windows, number: int, indices: Ints | None) -> _DealtWindow:
         """Stage a window for the indices given, or else for all that this rank's batches take of it."""
         self._stager.check_fits(units, number)
         if indices is None:
