@@ -18,6 +18,7 @@ from dataflow.decode.episodes import Camera, EpisodeVideos, FrameIndexes
 from dataflow.decode.image import Image
 from dataflow.decode.media import MediaRule, MissingMediaSupportError, decoders
 from dataflow.decode.padding import PadMask
+from dataflow.decode.rules import ReadBytes
 from dataflow.decode.values import Draws
 from dataflow.decode.video import Video
 from dataflow.outputs.columns import ChunkColumns
@@ -25,11 +26,9 @@ from dataflow.outputs.decoded import DecodedOutput, Failures, Remark
 from dataflow.outputs.fixed import MaskOutput
 from dataflow.outputs.output import Default, Output, name_beside
 from dataflow.staging.columns import Array, StagedArray, StagedSpans
-from dataflow.staging.source import Source
 from prefetch.errors import MemoryLimitError
 from prefetch.memory.arena import Arena
-from prefetch.store.ranges import Awaited
-from sharding.blocks import Column, ColumnSpec, Masked
+from sharding.blocks import Column, ColumnSpec, Masked, Shard
 from sharding.errors import SampleError
 from sharding.spans import Bytes, Ints
 
@@ -154,12 +153,13 @@ class EpisodeClipOutput(ClipOutput):
             moments=(np.full(num_rows, -1, np.int64), np.zeros(num_rows)),
         )
 
-    def cut(self, staged: StagedSpans, source: Source, rows: Ints, awaited: Awaited) -> None:
+    def cut(
+        self, staged: StagedSpans, rows: Ints, read_of: Callable[[Shard], ReadBytes], indexes: dict[str, Any]
+    ) -> None:
         """See `StagedOutput`. All cameras share what is known of the frames of videos."""
         assert isinstance(staged, StagedMoments)
-        indexes = source.file_indexes.setdefault("frames", FrameIndexes())
-        (episodes, seconds), read_of = staged.moments, partial(source.reading, awaited=awaited)
-        values = self.episodes.cut(self.rule, episodes[rows], seconds[rows], indexes, read_of)
+        known, (episodes, seconds) = indexes.setdefault("frames", FrameIndexes()), staged.moments
+        values = self.episodes.cut(self.rule, episodes[rows], seconds[rows], known, read_of)
         for row, value in zip(rows.tolist(), values, strict=True):
             staged.put_cut(row, value)
 

@@ -13,14 +13,12 @@ from numpy.typing import NDArray
 from dataflow.decode.values import LACKING, BadRows
 from prefetch.core.executor import executor
 from prefetch.memory.arena import Arena
-from sharding.blocks import ABSENT, MISSING, NULL_INSIDE, PATH_ONLY, Column, Masked, Spans
+from sharding.blocks import ABSENT, MISSING, NULL_INSIDE, PATH_ONLY, Column, Masked, Shard, Spans
 from sharding.cached_property import cached_property
 from sharding.spans import Bytes, Ints
 
 if TYPE_CHECKING:
-    from dataflow.decode.rules import PartsRule
-    from dataflow.staging.source import Source
-    from prefetch.store.ranges import Awaited
+    from dataflow.decode.rules import PartsRule, ReadBytes
 
 
 Array = NDArray[Any]
@@ -241,6 +239,11 @@ class StagedOutput:
         """Return where a window of so many rows puts it, before anything is read."""
         return StagedSpans(np.zeros(num_rows, np.int64), np.full(num_rows, -1, np.int64))
 
-    def cut(self, staged: StagedSpans, source: Source, rows: Ints, awaited: Awaited) -> None:
-        """Read what rows need of other files, where it has `clip_bytes`, and stage it as their values."""
+    def cut(
+        self, staged: StagedSpans, rows: Ints, read_of: Callable[[Shard], ReadBytes], indexes: dict[str, Any]
+    ) -> None:
+        """Read what rows need of other files, where it has `clip_bytes`, and stage it as their values.
+
+        `indexes`: what is kept of files meanwhile, by whatever names outputs give it.
+        """
         raise NotImplementedError

@@ -99,7 +99,7 @@ class Source:
     may_map: bool = True
     """True if local files are mapped where that saves a copy."""
     file_indexes: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What outputs keep of other files while it is read, by whatever names they give it."""
+    """Indexes of other files that outputs keep while it is read; see `StagedOutput.cut`."""
     _readers: dict[tuple[str, ...], ColumnReader] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

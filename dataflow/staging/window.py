@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -136,7 +137,7 @@ class StagedRows(ABC):
     mapped: ClassVar[bool] = False
     """True if values lie in mapped files."""
     _shards: Sequence[object] = ()
-    """What keeps values alive that are no memory of ours."""
+    """Mappings of files that hold values: they keep these alive."""
 
     def __init__(self, source_number: int, samples: RowNumbers, source_epoch: int | None = None) -> None:
         self.source_number, self.source_epoch = source_number, source_epoch
@@ -289,7 +290,8 @@ class StagedWindow(StagedRows):
         for output in self.source.clips if len(rows) else ():
             staged = self.staged[output.name]
             assert isinstance(staged, StagedSpans)
-            output.cut(staged, self.source, rows, self._awaited)
+            read_of = partial(self.source.reading, awaited=self._awaited)
+            output.cut(staged, rows, read_of, self.source.file_indexes)
 
     def with_clips(self, rows: Ints) -> StagedWindow:
         """The window, and of some rows also what they need of other files, which it does not keep."""
