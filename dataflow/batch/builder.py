@@ -218,6 +218,9 @@ class ChunkPlan(Struct, frozen=True, kw_only=True, eq=False):
 class BatchBuilder:
     """Builds the batches of one chunk."""
 
+    columns: ChunkColumns
+    """Its columns, from `open` on until `finish` has ended."""
+
     def __init__(self, context: BuildContext, plan: ChunkPlan, rows: ChunkRows) -> None:
         self.context, self.settings = context, context.settings
         self.plan, self.rows = plan, rows
@@ -229,7 +232,6 @@ class BatchBuilder:
         """Samples that others have made, by row of the chunk."""
         self._shared_s, self._late_bytes = 0.0, 0
         """Seconds that others took for the batch, beyond those that passed meanwhile; see `late_bytes`."""
-        self.columns: ChunkColumns | None = None
 
     def open(self) -> None:
         """Say what has to be copied and decoded. Inside `FileGuards.loading`."""
@@ -249,7 +251,6 @@ class BatchBuilder:
         """Copy what is copied; give the parts that decode."""
         with self.context.guards.loading():
             self.open()
-            assert self.columns is not None
             make_copies(self.built, self.columns)
         return [decode for built in self.built for decode in built.decodes]
 
@@ -258,12 +259,12 @@ class BatchBuilder:
 
         What fails is raised in its place, behind the batches before it.
         """
-        assert self.columns is not None
         try:
             yield from self._parts(self.columns)
         finally:
             self.leased_bytes = self.columns.leased_bytes
-            self.columns, self.built, self.rows = None, [], NO_ROWS
+            del self.columns
+            self.built, self.rows = [], NO_ROWS
 
     def _parts(self, columns: ChunkColumns) -> Generator[PartialChunk[Delivered]]:
         context, sizes, settings = self.context, list[int](self.plan.sizes.tolist()), self.settings
@@ -344,13 +345,11 @@ class BatchBuilder:
     def is_planned(self) -> bool:
         """Return whether its bytes were known before: no function of the user's runs, no object is made."""
         columns, settings = self.columns, self.settings
-        assert columns is not None
         is_odd = columns.bad or columns.remarks or settings.does_something
         return not is_odd and all(output.is_view for output in settings.outputs)
 
     def delivered(self, number: int, batch: dict[str, Any], row: int, size: int) -> Finishing[Delivered]:
         """A batch, whose columns are built and whose rows begin at `row`, with all done to it."""
-        assert self.columns is not None
         skipped, num_samples = list[SampleError](), size
         result: Any = batch
         if self.columns.bad or self.settings.does_something:
@@ -362,7 +361,6 @@ class BatchBuilder:
 
     def _remarks(self, first: int, end: int) -> tuple[SampleWarning, ...]:
         """Return what is odd about rows of the chunk. Where, is said once: to find a key may take a read."""
-        assert self.columns is not None
         found: dict[str, SampleWarning] = {}
         for row, column, kind in self.columns.remarks:
             if not first <= row < end:
@@ -379,7 +377,6 @@ class BatchBuilder:
         self, number: int, batch: dict[str, Any], row: int, size: int, skipped: list[SampleError]
     ) -> Finishing[tuple[Any, int]]:
         settings, columns = self.settings, self.columns
-        assert columns is not None
         segments = self.plan.segments and self.plan.segments.one(number - self.plan.first_batch)
         kept = np.arange(size)
         if segments is not None and settings.gathers:  # a sample once, however often it is in the batch

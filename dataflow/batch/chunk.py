@@ -100,7 +100,9 @@ class BatchChunk:
         """Return the bytes of all values of a column, as they were staged."""
         if output.stays_in_place:
             return int(self.rows.bytes_of(output.name).sum())
-        return sum(part.array(output.name)[:1].nbytes * len(part.rows) for part in self.rows.parts)
+        return sum(
+            part.window.array(output.name).values[:1].nbytes * len(part.rows) for part in self.rows.parts
+        )
 
     @cached_property
     def _job_ends(self) -> Ints:

@@ -77,7 +77,7 @@ class ChunkRows(Struct, frozen=True, eq=False, dict=True):
         """Return the bytes of each row's value, read-only int64 [rows]; missing: `missing_bytes`."""
         known = self._bytes.get((column, missing_bytes))
         if known is None:
-            known = self.collected(lambda part: part.spans(column).lengths)
+            known = self.collected(lambda window: window.spans(column).lengths)
             known[known == MISSING] = missing_bytes
             np.maximum(known, 0, out=known)
             known.setflags(write=False)
@@ -101,24 +101,24 @@ class ChunkRows(Struct, frozen=True, eq=False, dict=True):
             part_of[part.chunk_rows], window_row[part.chunk_rows] = number, part.rows
         return part_of, window_row
 
-    def collected(self, of_window: Callable[[WindowPart], Ints]) -> Ints:
-        """A number of each row, int64 [rows], of arrays that have it for all rows of a part's window."""
+    def collected(self, of_window: Callable[[StagedRows], Ints]) -> Ints:
+        """A number of each row, int64 [rows], of arrays that have it for all rows of a window."""
         if len(self.parts) == 1:
-            return of_window(self.parts[0])[self.parts[0].rows]
+            return of_window(self.parts[0].window)[self.parts[0].rows]
         numbers = np.empty(self.num_rows, np.int64)
         for part in self.parts:
-            numbers[part.chunk_rows] = of_window(part)[part.rows]
+            numbers[part.chunk_rows] = of_window(part.window)[part.rows]
         return numbers
 
     def array_rows(self, column: str) -> tuple[int, int, Ints]:
         """Return where the rows of an array column lie: base, step and index of a `PlanColumn`."""
         first, *others = self.parts
         if not others:
-            values = first.array(column)
+            values = first.window.array(column).values
             return values.__array_interface__["data"][0], values.strides[0], first.rows
         addresses = np.empty(self.num_rows, np.int64)
         for part in (first, *others):
-            values = part.array(column)
+            values = part.window.array(column).values
             addresses[part.chunk_rows] = part.rows * values.strides[0] + values.__array_interface__["data"][0]
         return 0, 1, addresses
 
@@ -221,9 +221,9 @@ class ChunkColumns:
 
         Where it is missing, those of `default`, which must outlive the copies; without one, no bytes.
         """
-        addresses = self.rows.collected(lambda part: part.spans(column).addresses)
+        addresses = self.rows.collected(lambda window: window.spans(column).addresses)
         if default is not None:
-            lengths = self.rows.collected(lambda part: part.spans(column).lengths)
+            lengths = self.rows.collected(lambda window: window.spans(column).lengths)
             addresses[lengths == MISSING] = default.ctypes.data
         return np.stack((addresses, self.rows.bytes_of(column, 0 if default is None else default.nbytes)))
 
@@ -234,10 +234,10 @@ class ChunkColumns:
         left out, and have another's, or zeros where all lack it. Raises `SampleError` for a value of another
         length.
         """
-        addresses = self.rows.collected(lambda part: part.spans(column).addresses)
-        if all(part.spans(column).uniform_bytes == nbytes for part in self.rows.parts):
+        addresses = self.rows.collected(lambda window: window.spans(column).addresses)
+        if all(part.window.spans(column).uniform_bytes == nbytes for part in self.rows.parts):
             return addresses
-        lengths = self.rows.collected(lambda part: part.spans(column).lengths)
+        lengths = self.rows.collected(lambda window: window.spans(column).lengths)
         have, wrong = np.flatnonzero(lengths >= 0), np.flatnonzero((lengths >= 0) & (lengths != nbytes))
         if len(wrong):
             reason = f"holds {lengths[wrong[0]]} bytes where every other sample holds {nbytes}"
@@ -256,7 +256,7 @@ class ChunkColumns:
         """The stored bytes of every row's value; None where the sample has none."""
         stored: list[StoredValue | None] = [None] * self.rows.num_rows
         for part in self.rows.parts:
-            spans = part.spans(column).of(part.rows)
+            spans = part.window.spans(column).of(part.rows)
             buffer, starts = part.window.buffer_of(spans, part.rows, column)
             ends = (starts + spans.lengths).tolist()
             rows = np.arange(self.rows.num_rows)[part.chunk_rows].tolist()
@@ -309,7 +309,7 @@ class ChunkColumns:
     def note_missing(self, column: str, why_lacking: Callable[[], str | None]) -> None:
         """Note the rows without a value; `why_lacking`: what is wrong where it is missing, None: nothing."""
         for part in self.rows.parts:
-            spans = part.spans(column)
+            spans = part.window.spans(column)
             if not spans.has_missing:
                 continue
             lacking = why_lacking()

@@ -280,7 +280,7 @@ class DecodedOutput(Output):
 
     def _single(self, part: WindowPart, out: NDArray[Any]) -> PartValues:
         """The values of a part of which each row has one; where it is missing `out` gets the default."""
-        spans = part.spans(self.name)
+        spans = part.window.spans(self.name)
         there = spans.lengths[part.rows] >= 0
         have, target = np.flatnonzero(there), np.arange(len(out))[part.chunk_rows]
         if self.default is not None and len(have) < len(there):
@@ -320,8 +320,8 @@ class DecodedOutput(Output):
         if self.is_joined:
             lengths = self._lengths(part)
             row, source = np.nonzero(lengths >= 0)
-            addresses = np.stack([part.spans(each.name).addresses[part.rows] for each in self.staged], axis=1)
-            spans = StagedSpans(addresses[row, source], lengths[row, source])
+            columns = [part.window.spans(each.name).addresses[part.rows] for each in self.staged]
+            spans = StagedSpans(np.stack(columns, axis=1)[row, source], lengths[row, source])
             number = np.cumsum(lengths >= 0, axis=1)[row, source] - 1
         else:
             buffer, list_starts, have = self._lists(part)
@@ -342,11 +342,11 @@ class DecodedOutput(Output):
 
     def _lengths(self, part: WindowPart) -> Ints:
         """Return the lengths of the items of several sources, int64 [rows, sources]."""
-        return np.stack([part.spans(each.name).lengths[part.rows] for each in self.staged], axis=1)
+        return np.stack([part.window.spans(each.name).lengths[part.rows] for each in self.staged], axis=1)
 
     def _lists(self, part: WindowPart) -> tuple[Bytes, Ints, Ints]:
         """Memory that holds the lists of a part, where each begins, and which rows of the part have one."""
-        spans = part.spans(self.name)
+        spans = part.window.spans(self.name)
         have = np.flatnonzero(spans.lengths[part.rows] >= 0)
         owners = part.rows[have]
         buffer, starts = part.window.buffer_of(spans.of(owners), owners, self.name)

@@ -95,9 +95,7 @@ class ArrayOutput(FixedOutput):
         if columns.rows.cut is not None:
             self._note_lengths(columns)
         for part in columns.rows.parts:
-            staged = part.window.staged[self.name]
-            assert isinstance(staged, StagedArray)
-            for index, reason in staged.bad_among(part.rows):
+            for index, reason in part.window.array(self.name).bad_among(part.rows):
                 lacking = self.lacking if reason == LACKING else None
                 columns.note_bad(part.chunk_row(index), self.name, lacking or reason)
         base, step, rows = columns.rows.array_rows(self.name)

@@ -111,8 +111,8 @@ def serialize(
     return SerializedChunk(plan=plan, columns=serialized, sources=_sources(rows), numbers=numbers), memory
 
 
-def _lengths(column: str) -> Callable[[WindowPart], NDArray[np.int64]]:
-    return lambda part: part.spans(column).lengths
+def _lengths(column: str) -> Callable[[StagedRows], NDArray[np.int64]]:
+    return lambda window: window.spans(column).lengths
 
 
 def _in_files(rows: ChunkRows, column: str) -> FileParts | None:
@@ -137,22 +137,21 @@ def _staged(rows: ChunkRows, output: StagedOutput) -> tuple[PlanColumn, StagedAr
     name = output.name
     may_load = all(part.window.may_load for part in rows.parts)
     if output.stays_in_place:
-        addresses = rows.collected(lambda part: part.spans(name).addresses)
-        (each, *others) = {part.spans(name).uniform_bytes for part in rows.parts}
+        addresses = rows.collected(lambda window: window.spans(name).addresses)
+        (each, *others) = {part.window.spans(name).uniform_bytes for part in rows.parts}
         if each >= 0 and not others:
             column = PlanColumn(name=name, index=addresses, each=each, may_load=may_load)
             return column, StagedSpans(addresses, addresses[:0])
-        lengths = rows.collected(lambda part: part.spans(name).lengths)
+        lengths = rows.collected(lambda window: window.spans(name).lengths)
         nbytes = np.maximum(lengths, 0)
         offsets = np.cumsum(nbytes) - nbytes
         column = PlanColumn(name=name, index=addresses, lengths=nbytes, offsets=offsets, may_load=may_load)
         return column, StagedSpans(addresses, lengths)
     bad: dict[int, str] = {}
     for part in rows.parts:
-        staged = part.window.staged[name]
-        assert isinstance(staged, StagedArray)
-        bad.update((part.chunk_row(at), reason) for at, reason in staged.bad_among(part.rows))
-    values, (base, step, index) = rows.parts[0].array(name), rows.array_rows(name)
+        among = part.window.array(name).bad_among(part.rows)
+        bad.update((part.chunk_row(at), reason) for at, reason in among)
+    values, (base, step, index) = rows.parts[0].window.array(name).values, rows.array_rows(name)
     each = int(np.prod(values.shape[1:], dtype=np.int64)) * values.itemsize
     column = PlanColumn(name=name, base=base, step=step, index=index, each=each)
     return column, StagedArray(values[:0], bad=bad)

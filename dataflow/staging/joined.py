@@ -54,7 +54,7 @@ class MatchRows:
             at = parts[0].rows[0]
             column = StagedSpans(np.full(num_rows, first.addresses[at]), np.full(num_rows, first.lengths[at]))
             for part in parts:
-                have = part.spans(output.name)
+                have = part.window.spans(output.name)
                 column.addresses[part.chunk_rows] = have.addresses[part.rows]
                 column.lengths[part.chunk_rows] = have.lengths[part.rows]
                 column.keep += have.keep
@@ -62,8 +62,7 @@ class MatchRows:
         numbers = output.stage(num_rows, arena)
         assert isinstance(numbers, StagedArray)
         for part in parts:
-            values = part.window.staged[output.name]
-            assert isinstance(values, StagedArray)
+            values = part.window.array(output.name)
             numbers.values[part.chunk_rows] = values.values[part.rows]
             numbers.bad.update((part.chunk_row(at), reason) for at, reason in values.bad_among(part.rows))
         return numbers

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from dataflow.staging.columns import ALIGN, StagedArray, StagedOutput, StagedSpans
+from dataflow.staging.columns import ALIGN, StagedOutput, StagedSpans
 from dataflow.staging.source import Source
 from dataflow.staging.window import FileParts, NotLocatableError, RowFraction, StagedWindow, WindowSamples
 from prefetch.core.copy_table import PlanColumn
@@ -179,8 +179,7 @@ class MappedWindow(WindowOfFiles):
 
     def _parse(self, output: StagedOutput, rows: Ints, samples: Ints) -> None:
         """Parse the numbers of the rows; those of whole blocks only once, where they can be remembered."""
-        staged, column = self.staged[output.name], output.sources[0]
-        assert isinstance(staged, StagedArray)
+        staged, column = self.array(output.name), output.sources[0]
         parsed = None
         if self._whole:  # else few rows of many blocks
             parsed = self.source.locator.parsed(output.name, staged.values)

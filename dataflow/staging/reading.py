@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.staging.columns import ALIGN, StagedOutput, StagedSpans
+from dataflow.staging.columns import ALIGN, StagedOutput
 from dataflow.staging.mapped import WindowOfFiles
 from dataflow.staging.source import Source
 from dataflow.staging.window import NotLocatableError, StagedWindow, WindowSamples
@@ -279,9 +279,7 @@ class SparseWindow(StagedWindow):
         for output in self.source.outputs:
             self.staged[output.name] = output.stage(self.samples.num_rows, self.arena)
         for output in self.source.parts:
-            staged = self.staged[output.name]
-            assert isinstance(staged, StagedSpans)
-            staged.is_cut = np.concatenate(
+            self.spans(output.name).is_cut = np.concatenate(
                 [self._is_long(spans[output.sources[0]]) for spans in self._spans] or [np.zeros(0, np.bool_)]
             )
         self._region = self.arena.lease(int(self._sizes.sum()) or 1)
@@ -320,9 +318,7 @@ class SparseWindow(StagedWindow):
         draws = self.draws(np.array([window_row])) if rule.random else None
         value = rule.cut(read, int(own.lengths[row]), draws)
         self.source.traffic.add(0, len(value))
-        staged = self.staged[output.name]
-        assert isinstance(staged, StagedSpans)
-        staged.put_cut(window_row, value)
+        self.spans(output.name).put_cut(window_row, value)
 
     def _release(self) -> None:
         self._region = None

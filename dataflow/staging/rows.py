@@ -23,7 +23,6 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from dataflow.staging.columns import StagedArray, StagedSpans
 from dataflow.staging.mapped import MappedWindow
 from dataflow.staging.source import Source
 from dataflow.staging.window import NotLocatableError, RowFraction, StagedRows, StagedWindow
@@ -182,18 +181,6 @@ class WindowPart(Struct, frozen=True):
         if isinstance(self.chunk_rows, slice):
             return int(self.chunk_rows.start) + index
         return int(self.chunk_rows[index])
-
-    def array(self, column: str) -> NDArray[Any]:
-        """A column of the window that was staged as an array, [window rows, *shape]."""
-        staged = self.window.staged[column]
-        assert isinstance(staged, StagedArray)
-        return staged.values
-
-    def spans(self, column: str) -> StagedSpans:
-        """A column of the window whose values stay where they were read."""
-        staged = self.window.staged[column]
-        assert isinstance(staged, StagedSpans)
-        return staged
 
 
 class OpenRows:

@@ -144,6 +144,18 @@ class StagedRows(ABC):
         self.samples = samples
         self.staged: dict[str, StagedArray | StagedSpans] = {}
 
+    def array(self, column: str) -> StagedArray:
+        """A column that was staged as an array."""
+        staged = self.staged[column]
+        assert isinstance(staged, StagedArray)
+        return staged
+
+    def spans(self, column: str) -> StagedSpans:
+        """A column whose values stay where they were read."""
+        staged = self.staged[column]
+        assert isinstance(staged, StagedSpans)
+        return staged
+
     def in_files(self, column: str, rows: Ints) -> FileParts | None:
         """Return where values of a column that stays in place lie in open files.
 
@@ -288,10 +300,8 @@ class StagedWindow(StagedRows):
     def cut_clips(self, rows: Ints) -> None:
         """Cut what some rows need of other files. Reads; several threads may do it for different rows."""
         for output in self.source.clips if len(rows) else ():
-            staged = self.staged[output.name]
-            assert isinstance(staged, StagedSpans)
             read_of = partial(self.source.reading, awaited=self._awaited)
-            output.cut(staged, rows, read_of, self.source.file_indexes)
+            output.cut(self.spans(output.name), rows, read_of, self.source.file_indexes)
 
     def with_clips(self, rows: Ints) -> StagedWindow:
         """The window, and of some rows also what they need of other files, which it does not keep."""
@@ -300,8 +310,7 @@ class StagedWindow(StagedRows):
         other = copy.copy(self)
         other.staged = dict(self.staged)
         for output in self.source.clips:
-            staged = self.staged[output.name]
-            assert isinstance(staged, StagedSpans)
+            staged = self.spans(output.name)
             addresses, lengths = staged.addresses.copy(), staged.lengths.copy()
             other.staged[output.name] = replace(staged, addresses=addresses, lengths=lengths, keep=[])
         other.cut_clips(rows)

@@ -264,7 +264,7 @@ class StreamLoader:
         while loop.session is session and not (mixes and self._is_outdated(loop)):
             try:
                 if batches is None:
-                    chunk = session.next_batches()
+                    chunk = session.stage.next_batches() if session.stage else session.next_chunk()
                     may_be_empty = self.dataset.on_error != "raise" and self._may_be_empty
                     steps_together = may_be_empty and self._rank.topology.data_world_size > 1
                     batches = self._repeated.in_place_of_empty(chunk) if steps_together else iter(chunk)

@@ -50,7 +50,7 @@ class Session:
         device: torch.device,
         stage: MeasuringStage | None = None,
     ) -> None:
-        self.decided, self.errors, self._pause, self._stage = decided, errors, pause, stage
+        self.decided, self.errors, self._pause, self.stage = decided, errors, pause, stage
         self._now = pause.running_s if pause else time.perf_counter
         self._num_taken, self._last_taken_s = 0, self._now()
         self.copier = DeviceCopier(CudaStreams(device)) if device.type == "cuda" else None
@@ -81,11 +81,6 @@ class Session:
             self._rows = [Session(decided, epoch, start, errors=self.errors, pause=self._pause, device=here)]
         return self._rows[0].next_chunk, self._rows[0].sums
 
-    def next_batches(self) -> Batches[Delivered]:
-        """The batches of the next chunk, or what the stage forms next."""
-        stage = self._stage
-        return self.next_chunk() if stage is None else stage.next_batches()
-
     def next_chunk(self) -> Batches[Delivered]:
         """Return what the engine has made next."""
         gap_s = self._now() - self._last_taken_s
@@ -115,7 +110,7 @@ class Session:
     def epoch_done(self, epoch: int) -> None:
         """Note that all batches of the epoch were taken."""
         self._next = (epoch + 1, 0)
-        if (stage := self._stage) is not None:
+        if (stage := self.stage) is not None:
             stage.begin(self.next_chunk, self.resources.ledger, epoch + 1, 0)
 
     def stats(self) -> SessionStats:
@@ -144,10 +139,10 @@ class Session:
 
         Where other ranks wait for it, it goes on with what it has, as theirs do.
         """
-        memory_limit //= 2 if isinstance(self._stage, LengthsStage) else 1
+        memory_limit //= 2 if isinstance(self.stage, LengthsStage) else 1
         fits = self.resources.ledger.resize(memory_limit - sum(self.decided.kept_bytes.values()))
         if not (fits and all(rows.resize(memory_limit) for rows in self._rows)):
-            stage = self._stage
+            stage = self.stage
             return stage is not None and stage.is_shared
         self.resources.arena.resize(memory_limit)
         return True
@@ -160,11 +155,11 @@ class Session:
                 return
             if self.copier:
                 self.copier.close()
-            if isinstance(self._stage, LengthsStage):
-                self._stage.known.tell(is_closed=True)
+            if isinstance(self.stage, LengthsStage):
+                self.stage.known.tell(is_closed=True)
             for rows in self._rows:
                 rows.close(join=join)
             self.resources.close(join=join)
             self.errors.forget()
-            self._stage = None  # which has this session, and samples
+            self.stage = None  # which has this session, and samples
             self._closed = True  # at last: who is interrupted here has not closed it

@@ -47,7 +47,7 @@ class LengthOutput(Output):
 def test_columns_that_all_rows_lack_are_copied_from_zeros_that_stay() -> None:
     """Of a megabyte each: what is freed is unmapped, and whoever reads it ends the process."""
     absent, nbytes = StagedSpans(np.zeros(3, np.int64), np.full(3, -1)), 1 << 20
-    window: Any = SimpleNamespace(staged=dict.fromkeys("ab", absent))
+    window: Any = SimpleNamespace(spans=dict.fromkeys("ab", absent).__getitem__)
     rows = ChunkRows(3, lambda: [WindowPart(window, np.arange(3), slice(0, 3))])
     arena, closing = Arena(limit_bytes=1 << 20), threading.Event()
     columns = ChunkColumns(rows, arena, Randomness(0, 0), may_load=True, closing=closing)
