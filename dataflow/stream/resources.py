@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -110,13 +110,13 @@ class Resources:
             copies = self._copies(decided, options)
         stream = Stream(plan, stager, context, copies=copies, batches_per_chunk=ahead.batches_per_chunk)
         with setting_kept():  # builders before the engine's threads: they may be forked from this process
-            self.builders = open_builders(
+            builders, self.choice = open_builders(
                 decided, context, copies, ledger=self.ledger, traffic=self.sources.traffic
             )
             self.engine = Engine(
                 stream.windows(epoch, start),
                 ledger=self.ledger,
-                builders=self.builders.builders,
+                builders=builders,
                 options=options,
                 epoch=epoch,
             )
@@ -274,18 +274,10 @@ def warm_up(plan: BuilderPlan, chosen: Any) -> None:
             starting.warm_up({BUILDER_MAIN})
 
 
-class OpenBuilders(NamedTuple):
-    """The builders of a session."""
-
-    builders: Builders[Delivered]
-    choice: Callable[[], tuple[str, str]]
-    """Returns who builds now, and why."""
-
-
 def open_builders(
     decided: SessionPlan, context: BuildContext, copies: Copies | None, *, ledger: Ledger, traffic: Traffic
-) -> OpenBuilders:
-    """Open the builders of a session.
+) -> tuple[Builders[Delivered], Callable[[], tuple[str, str]]]:
+    """Open the builders of a session; and what returns who builds now, and why.
 
     Args:
         decided: who they are.
@@ -299,22 +291,22 @@ def open_builders(
         datasets = decided.plan.dataset.sources if plan.reads else ()
         new_actors = resolve_name(CLUSTERS[plan.workers][1])
         actors = new_actors(context, traffic=traffic, num_ranks=plan.num_ranks, datasets=datasets)
-        return OpenBuilders(actors, lambda: ("ray", f"{plan.reason}: {actors.num_begun} are there"))
+        return actors, lambda: ("ray", f"{plan.reason}: {actors.num_begun} are there")
     number = plan.num_threads or (min(1, plan.num_workers) if copies else plan.num_workers)
     new_threads = partial(
         ThreadBuilders[Delivered], copies=copies, initializer=one_torch_thread, about=sample_at
     )
     if plan.workers != "process":
-        return OpenBuilders(new_threads(number), lambda: (plan.workers, plan.reason))
+        return new_threads(number), lambda: (plan.workers, plan.reason)
     open_processes = partial(_open_processes, context, ledger, decided.settings)
     if not plan.num_threads:
-        return OpenBuilders(open_processes(None), lambda: (plan.workers, plan.reason))
+        return open_processes(None), lambda: (plan.workers, plan.reason)
     from dataflow.processes.threads_first import ThreadsFirstBuilders
 
     first = ThreadsFirstBuilders(
         new_threads(number), open_processes, num_processes=plan.num_workers, reason=plan.reason
     )
-    return OpenBuilders(first, lambda: first.choice)
+    return first, lambda: first.choice
 
 
 def _open_processes(

@@ -115,7 +115,7 @@ class Session:
 
     def stats(self) -> SessionStats:
         """A snapshot; cheap, any thread."""
-        sources, (workers, reason) = self.resources.sources, self.resources.builders.choice()
+        sources, (workers, reason) = self.resources.sources, self.resources.choice()
         own = SessionStats(
             **vars(self._engine.stats()),
             read_bytes=sources.traffic.read_bytes,

@@ -74,7 +74,7 @@ def with_setting(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def processes_of(loader: DataLoader) -> list[Any]:
-    builders: Any = session_of(loader).resources.builders.builders
+    builders: Any = session_of(loader).resources.engine._builders
     return list(builders._processes.pool.processes)
 
 

@@ -239,7 +239,7 @@ def test_stopped_and_continued_workers_go_on(tmp_path: Path) -> None:
 def processes_of(loader: Any) -> list[Any]:
     """Builder processes of the session that waits for the next loop."""
     session = stream_of(loader).sessions.open[-1]
-    return list(session.resources.builders.builders._processes.pool.processes)
+    return list(session.resources.engine._builders._processes.pool.processes)
 
 
 @pytest.mark.here
