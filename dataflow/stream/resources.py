@@ -75,7 +75,9 @@ class Resources:
         self, decided: SessionPlan, epoch: int, start: int, *, errors: PendingErrors, pause: ReadPause | None
     ) -> None:
         plan, limit, ahead = decided.plan, decided.memory_limit, decided.ahead
-        self._pause, self._builds_end = pause, threading.Event()
+        self._pause = pause
+        self.builds_end = threading.Event()
+        """Set when nobody wants the batches any more: builders end with the sample that they are at."""
         self.sums = BatchSums(epoch, start)
         self.ledger = Ledger(limit - sum(decided.kept_bytes.values()))
         register = register_pinned if decided.settings.is_pinned else None
@@ -132,7 +134,7 @@ class Resources:
             arena=self.arena,
             guards=self.sources.guards,
             on_return=lambda nbytes: lambda: ledger.give_back(nbytes),
-            closing=self._builds_end,
+            closing=self.builds_end,
             heap=HeapKeeper(decided.memory_limit),
             shares_batches=decided.builders.workers == "thread" and decided.builders.num_workers > 1,
             ships_values=decided.builders.num_processes > 0,
@@ -156,10 +158,6 @@ class Resources:
             batches_per_job=ahead.batches_per_job,
             most_slots=ahead.jobs_ready,
         )
-
-    def end_builds(self) -> None:
-        """Let builders end with the sample that they are at: nobody wants the batches any more."""
-        self._builds_end.set()
 
     def close(self, *, join: bool) -> None:
         """Stop everything; see `Engine.close`."""

@@ -149,7 +149,7 @@ class Session:
 
     def close(self, *, join: bool = True) -> None:
         """Stop everything; see `Engine.close`. Whoever comes second waits, too. Idempotent."""
-        self.resources.end_builds()
+        self.resources.builds_end.set()
         with self._closing:
             if self._closed:
                 return
