@@ -406,9 +406,12 @@ class BatchBuilder:
                 self._late_bytes = late_bytes(samples)
                 made = made_for(segments, gather(samples, room), samples, kept)
                 error = partial(self.rows.sample_error, column=None, stage="transform")
-                wrong = self.context.forms.misfits_among(made, gather, row + kept, error)
-                for bad in wrong.values():
-                    self._leave_out(bad, None, skipped)
+                row_of = dict(zip(made.positions.tolist(), (row + kept).tolist(), strict=True))
+                wrong = self.context.forms.misfits(
+                    made, gather, lambda position: error(row_of[position], "") if position in row_of else None
+                )
+                for at, reason in wrong.items():
+                    self._leave_out(error(row + int(kept[at]), reason), None, skipped)
                 made = made.without([*wrong]).with_lists(gather.lists)
                 if not len(made):
                     return {}, 0

@@ -253,12 +253,14 @@ class SampleForms:
             return rows
         return Ragged(torch.from_numpy(empty.copy()), rows.offsets)
 
-    def misfits(self, samples: MeasuredSamples, gather: GatherSamples) -> dict[int, tuple[str, int | None]]:
-        """{row: what is wrong, and the position of a sample that has it right; None: it is the default}.
+    def misfits(
+        self, samples: MeasuredSamples, gather: GatherSamples, other: Callable[[int], SampleError | None]
+    ) -> dict[int, str]:
+        """{row: what is wrong with its arrays} of samples that `gather` has gathered.
 
-        `gather` has gathered the samples.
+        `other`: the position of a sample that has it right -> an error that names it, if it can be named.
         """
-        wrong: dict[int, tuple[str, int | None]] = {}
+        wrong: dict[int, str] = {}
         for name, default in gather.optional.items():
             if form := form_of(default):
                 self._known.setdefault(name, (form, default[:0], None))
@@ -275,32 +277,18 @@ class SampleForms:
                     self._known[name] = form, value[:0].copy(), int(samples.positions[rows[0]])
                 known, _, position = self._known[name]
                 if form != known:
-                    text = f"column {name!r} has {_said(form)}, but {{other}} {_said(known)}; {ONE_FORM}"
-                    wrong |= {row: (text, position) for row in rows if row not in wrong}
+                    whose = f"{_named(position, other)} {_said(known)}"
+                    text = f"column {name!r} has {_said(form)}, but {whose}; {ONE_FORM}"
+                    wrong |= {row: text for row in rows if row not in wrong}
         return wrong
 
-    def misfits_among(
-        self,
-        samples: MeasuredSamples,
-        gather: GatherSamples,
-        rows: Ints,
-        error: Callable[[int, str], SampleError],
-    ) -> dict[int, SampleError]:
-        """{row: its error} of samples of one batch; `error` has those of its `rows`, [samples]."""
-        row_of = dict(zip(samples.positions.tolist(), rows.tolist(), strict=True))
-        errors: dict[int, SampleError] = {}
-        for at, (text, position) in self.misfits(samples, gather).items():
-            reason = text.format(other="samples of other batches have")
-            if position is None or position in row_of:
-                reason = misform(text, None if position is None else error(row_of[position], ""))
-            errors[at] = error(int(rows[at]), reason)
-        return errors
 
-
-def misform(text: str, other: SampleError | None) -> str:
-    """Return what is wrong with a sample's arrays, in words of `misfits`; `other` is the right one."""
-    name = f"sample {other.key!r} of {other.shard}" if other else "the default of Optional"
-    return text.format(other=f"{name} has")
+def _named(position: int | None, other: Callable[[int], SampleError | None]) -> str:
+    """Say who has arrays right; `position`: of that sample, None: it is a default."""
+    if position is None:
+        return "the default of Optional has"
+    error = other(position)
+    return f"sample {error.key!r} of {error.shard} has" if error else "samples of other batches have"
 
 
 def _said(form: Form) -> str:

@@ -25,7 +25,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from dataflow.batch.chunk import note_sums
 from dataflow.batch.delivered import BatchSums, Delivered, SampleWarning
-from dataflow.batch.measured import NO_SAMPLES, Lists, MeasuredSamples, SampleForms, cut_reason, misform
+from dataflow.batch.measured import NO_SAMPLES, Lists, MeasuredSamples, SampleForms, cut_reason
 from dataflow.batch.samples import REPEAT, checked_dict, unlike_columns, unlike_planned
 from dataflow.batch.transforms import called
 from dataflow.planning.ahead import PartsKnown, PlanInParts
@@ -351,10 +351,7 @@ class MeasuringStage:
     def _misfits(self, samples: MeasuredSamples) -> dict[int, str]:
         """{row: what is wrong with its lengths}, ascending."""
         (lead, *others), most = self._batching.columns, self._batching.refused_beyond
-        reasons = {
-            row: misform(text, None if position is None else self._error(position, ""))
-            for row, (text, position) in self._forms.misfits(samples, self._gather).items()
-        }
+        reasons = self._forms.misfits(samples, self._gather, lambda position: self._error(position, ""))
         lengths = _lengths(samples, lead)
         for name in others:
             own = _lengths(samples, name)

@@ -246,7 +246,7 @@ def test_what_is_known_of_arrays_keeps_no_batch() -> None:
     lists = Lists(values, np.zeros(1, np.int64), np.full(1, 40))
     samples = MeasuredSamples(np.zeros(1, np.int64), {"pixels": lists})
     forms = SampleForms()
-    assert forms.misfits(samples, GatherSamples(("pixels",))) == {}
+    assert forms.misfits(samples, GatherSamples(("pixels",)), lambda position: None) == {}
     del first, values, lists, samples
     assert died() is None
     empty = Ragged(torch.zeros(0), torch.zeros(2, dtype=torch.int64))
