@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from threading import Condition
 
 from dataflow.planning.plan import StreamPlan
@@ -40,12 +40,6 @@ class PlanInParts(StreamPlan):
     samples_per_row: int
     """Samples of a unit, about."""
     known: PartsKnown = field(default_factory=PartsKnown)
-
-    @classmethod
-    def of(cls, plan: StreamPlan, samples_per_row: int, known: PartsKnown) -> PlanInParts:
-        """The batches of another plan, whose planner is told of lengths by somebody else."""
-        own = {one.name: getattr(plan, one.name) for one in fields(plan) if one.init}
-        return cls(**own, samples_per_row=samples_per_row, known=known)
 
     @cached_property
     def makes_rows(self) -> bool:

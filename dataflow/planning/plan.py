@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import partial
 from pkgutil import resolve_name
@@ -15,7 +15,6 @@ import numpy as np
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import memory_limit_bytes
 from dataflow.mixture import Mixture
-from dataflow.planning.facts import sources_of
 from dataflow.planning.length_aware import are_measured, make_planner, megabatch_bytes, tells_lengths
 from dataflow.planning.settings import PASSING, StreamSettings
 from dataflow.staging.source import SOURCE_SHIFT
@@ -30,7 +29,15 @@ from sharding.order.epoch_order import EpochOrder
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Dealing, Tail
-from sharding.plan.difference import SOURCES, Difference, Facts, differing
+from sharding.plan.difference import (
+    SOURCES,
+    Difference,
+    Facts,
+    bounded,
+    differing,
+    facts_of_catalog,
+    short_digest,
+)
 from sharding.plan.history import PassedRange, StepHistory
 from sharding.plan.placement import read_amplification, shard_index_of
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
@@ -39,7 +46,10 @@ from sharding.spans import Ints
 from sharding.topology.topology import Topology
 
 _ORDERS_KEPT = 2
+MOST_SOURCES = 16
+"""Sources that a state tells one by one, for its size."""
 PlanT = TypeVar("PlanT", bound=RankPlan)
+KindT = TypeVar("KindT", bound="StreamPlan")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +83,11 @@ class StreamPlan:
         """A copy finds its epochs by tokens by itself: tables and the compiled core are not for others."""
         state = {name: value for name, value in self.__dict__.items() if name != "token_epochs"}
         return {**state, "_orders": {}}  # the one here changes while it is copied
+
+    def as_kind(self, kind: type[KindT], **other: Any) -> KindT:
+        """The same plan as one of another class, with other values of some fields."""
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+        return kind(**{**own, **other})
 
     def on_rank(self, topology: Topology, tail: Tail) -> StreamPlan:
         """The same plan for a rank, and for what becomes of the last, incomplete global batch."""
@@ -395,6 +410,37 @@ def check_known(plan: RankPlan) -> None:
             f"epoch {plan.order.epoch} cannot begin anew: weights were set more than {MAX_STEPS} times, and "
             "what came before is not known any more; load a state of before, or make another loader"
         )
+
+
+def facts_of(dataset: ShardedDataset | Mixture) -> dict[str, Any]:
+    """The facts that a state tells of its data, so that another loader names what differs.
+
+    As `sharding.plan.difference` has them: some 200 bytes.
+    """
+    if not isinstance(dataset, Mixture):
+        facts = {"data": "dataset", **facts_of_catalog(dataset.catalog)}
+        if not dataset.selection.is_whole:
+            facts["view"] = f"{len(dataset):,} ({short_digest(dataset.selection.digest)})"
+        if dataset.balance:
+            facts["balanced"] = dataset.balance.digest[:8]
+        if dataset.joins:
+            facts["joins"] = short_digest(" ".join(join.other.fingerprint() for join in dataset.joins))
+        return facts
+    spec, used = dataset.spec, dataset.spec.num_used
+    facts = {"data": "mixture", "num_sources": used}
+    if len(dataset.sources) <= MOST_SOURCES:
+        facts[SOURCES] = " ".join(sources_of(dataset))
+    else:
+        facts["digest"] = short_digest(repr(sources_of(dataset)[:used]))
+    steps = [f"{step}: {' '.join(map(str, weights[:used]))}" for step, weights in spec.steps]
+    facts["weights"] = bounded("; ".join(steps).removeprefix("0: "))
+    runs = {"run_length": spec.run_length} if spec.run_length > 1 else {}
+    return {**facts, "stop": spec.stop or "repeats", **runs, "shares": spec.counts}
+
+
+def sources_of(mixture: Mixture) -> list[str]:
+    """The samples and a digest of each source."""
+    return [f"{len(source)}:{short_digest(source.fingerprint(), 3)}" for source in mixture.sources]
 
 
 def _num_weights_set(dataset: ShardedDataset | Mixture) -> int:

@@ -23,9 +23,8 @@ from dataflow.dataset import ShardedDataset
 from dataflow.limits import told_of_memory
 from dataflow.mixture import Mixture
 from dataflow.planning.exchange import NotHeldError
-from dataflow.planning.facts import facts_of
 from dataflow.planning.length_aware import SampleLengths, is_by_tokens
-from dataflow.planning.plan import StreamPlan, check_known, first_plan
+from dataflow.planning.plan import StreamPlan, check_known, facts_of, first_plan
 from dataflow.planning.rank import RankTopology, is_distributed
 from dataflow.planning.settings import TRANSFORMED, StreamSettings
 from dataflow.progress.bar import ProgressBar

@@ -74,15 +74,10 @@ class MeasuringPlan(StreamPlan):
         assert outer.planner is not None
         planner, each = outer.planner, max(1, *map(mean_bytes, outer.dataset.sources))
         most = _GATHERED_SAMPLES if outer.measures_ahead else min(_GATHERED_SAMPLES, _GATHERED_BYTES // each)
-        return cls(
-            dataset=outer.dataset,
-            shuffle=outer.shuffle,
-            seed=outer.seed,
+        return outer.as_kind(
+            cls,
             batch_size=max(1, min(most, planner.batching.window or 1)),
-            rank=outer.rank,
-            world_size=outer.world_size,
-            tail=outer.tail,
-            makes_twice=outer.makes_twice,
+            planner=None,
             outer=outer,
             asked=planner.batching if outer.measures_ahead else None,
             maker=exchange.maker if exchange else 0,
@@ -523,7 +518,8 @@ class LengthsStage(MeasuringStage):
         self._number = number + 1
         if self._next_rows is None:
             stats = self._outer.sequence.stats
-            plan = PlanInParts.of(self._plan, max(1, stats.segments // max(1, stats.units)), self.known)
+            each = max(1, stats.segments // max(1, stats.units))
+            plan = self._plan.as_kind(PlanInParts, samples_per_row=each, known=self.known)
             epoch, start = self._order.epoch, self._outer.start
             self._next_rows, self._row_sums = self.open_rows(plan, self._settings, epoch, start)
         while (delivered := next(self._ready, None)) is None:
