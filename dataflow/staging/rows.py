@@ -144,21 +144,21 @@ def read_columns(
 
     Values are read by themselves where the format tells where they lie, and they lie so many bytes apart.
     """
-    is_whole = rows is None or (len(rows) == block.num_samples and not (np.diff(rows) != 1).any())
+    if rows is not None and len(rows) == block.num_samples and not (np.diff(rows) != 1).any():
+        rows = None  # all of them, in their order
     if is_checked and block.checksum is not None:
         decoded = source.reader_of(columns).decode(block, source.read_block(block))
     else:
         spans = source.format.locate(block, columns)
         if spans:
-            wanted = slice(None) if is_whole else rows
+            wanted = slice(None) if rows is None else rows
             sizes = sum(int(np.maximum(one.lengths[wanted], 0).sum()) for one in spans.values())
-            count = block.num_samples if is_whole or rows is None else len(rows)
+            count = block.num_samples if rows is None else len(rows)
             if gap_bytes * count + sizes < block.length:
-                own = None if is_whole else rows
-                return read_located(block, spans, source.catalog.schema, source.read_into, own)
+                return read_located(block, spans, source.catalog.schema, source.read_into, rows)
         reader = source.reader_of(columns)
         decoded = reader.decode(block, reader.read(block, source.read_into))
-    return decoded if is_whole else {name: _taken(column, rows) for name, column in decoded.items()}
+    return decoded if rows is None else {name: _taken(column, rows) for name, column in decoded.items()}
 
 
 def _taken(column: Column, rows: Any) -> Column:
@@ -183,32 +183,23 @@ class WindowPart(Struct, frozen=True):
         return int(self.chunk_rows[index])
 
 
-class OpenRows:
-    """Rows that were asked for, in one window or in several.
+class OpenRows(Struct, eq=False, kw_only=True):
+    """Rows that were asked for, in one window or in several."""
 
-    Args:
-        parts: window by window.
-        windows: those of the parts.
-        reads: bring the windows into reach.
-        nbytes: that they hold, of those that nobody else has credits for.
-        is_alone: whether the windows serve nobody else.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[WindowPart],
-        windows: Sequence[StagedWindow],
-        reads: Callable[[], Sequence[Task]],
-        *,
-        nbytes: int,
-        is_alone: bool,
-    ) -> None:
-        self.parts, self.windows, self.reads = parts, windows, reads
-        self.nbytes, self._is_alone = nbytes, is_alone
+    parts: Sequence[WindowPart]
+    """Window by window."""
+    windows: Sequence[StagedWindow]
+    """The windows of the parts."""
+    reads: Callable[[], Sequence[Task]]
+    """Tasks that bring the windows into reach."""
+    nbytes: int
+    """Bytes that they hold, of those that nobody else has credits for."""
+    is_alone: bool
+    """True if the windows serve nobody else."""
 
     def close(self) -> None:
         """Let go of the windows. Idempotent."""
-        if self._is_alone:
+        if self.is_alone:
             for window in self.windows:
                 window.close()
         self.parts, self.windows, self.reads = (), (), tuple
@@ -293,14 +284,15 @@ class RowReader:
             ]
             # Where all of them stay, they have credits of their own.
             nbytes = 0 if math.isinf(self._keep_bytes) else sum(window.nbytes for window in windows)
-            return OpenRows(
-                parts, windows, lambda: [block.read for block in shared], nbytes=nbytes, is_alone=False
-            )
+            reads = [block.read for block in shared]
+            return OpenRows(parts=parts, windows=windows, reads=lambda: reads, nbytes=nbytes, is_alone=False)
         wanted = counted_through(source, blocks, ordinal, row)
         window = open_rows(source, self._arena, *wanted, share=share, num_readers=self._num_readers)
         window.seed, window.epoch, window.source_epoch = seed, epoch, source_epoch
         part = WindowPart(window, window.rows, chunk_rows)
-        return OpenRows([part], [window], window.reads, nbytes=window.nbytes, is_alone=True)
+        return OpenRows(
+            parts=[part], windows=[window], reads=window.reads, nbytes=window.nbytes, is_alone=True
+        )
 
     def _shared(self, source: Source, source_epoch: int | None, number: int) -> _SharedBlock:
         from dataflow.staging.reading import ReadWindow
