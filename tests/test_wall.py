@@ -6,7 +6,7 @@ import pytest
 from source_kit import MODULES, ROOT, facts
 from wall import OPENED_BY, OUTSIDE, core_lines, core_tests, is_in, is_outside, module_of
 
-MOST_CORE_LINES = 55_797
+MOST_CORE_LINES = 54_272
 """As `wc -l` counts them in Python; 50,000 are wanted."""
 MOST_USED_OUTSIDE = 128
 """Modules of the core that packages outside import from: public names and seams alone are wanted."""
@@ -17,6 +17,7 @@ SEAMS = {
     "dataflow.planning.settings",  # steps that are passed over
     "dataflow.outputs.resolve",  # `decode="image"`
     "dataflow.progress.observer",
+    "dataflow.sources.indexing",  # shards that an executor looks at
     "dataflow.sources.listing.claims",
     "dataflow.stream.decisions",
     "sharding.formats",
