@@ -268,7 +268,7 @@ def _is_utf8(text: str) -> bool:
 
 
 _Counted = tuple[SchemaInferrer, int, int]
-"""Of a key in lines that may hold nothing new: the lines that hold a value, and the elements of lists."""
+"""A key of lines that may hold nothing new: those that hold a value of it, and the elements of lists."""
 
 
 class _ScannedRow:
