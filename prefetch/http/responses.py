@@ -32,15 +32,9 @@ class BadAnswerError(ConnectionError):
 class NoRangesError(Exception):
     """The server sends whole objects only."""
 
-    def __str__(self) -> str:
-        return "the server gives no byte ranges; put 'simplecache::' before the URL to read whole files"
-
 
 class EncodedBodyError(Exception):
     """The server compresses objects on their way: ranges of that are none of the object."""
-
-    def __str__(self) -> str:
-        return encoded_text(str(self.args[0]))
 
 
 @dataclass(frozen=True)
@@ -97,13 +91,15 @@ def check_range(status: int, fields: Fields, start: int, check: Check) -> None:
         What `check` raises.
     """
     if not gives_own_bytes(status, fields):
-        raise EncodedBodyError(encoding_of(fields))
+        raise EncodedBodyError(encoded_text(encoding_of(fields)))
     info: dict[str, Any] = {"ETag": fields.get("etag", ""), "Last-Modified": fields.get("last-modified", "")}
     text = fields.get("content-range", "").strip()
     match = _CONTENT_RANGE.fullmatch(text)
     if status != 206:
         if start:
-            raise NoRangesError
+            raise NoRangesError(
+                "the server gives no byte ranges; put 'simplecache::' before the URL to read whole files"
+            )
         # The whole object comes; its beginning is what was asked for.
         info["size"] = fields.get("content-length")
     elif match is None or int(match[1]) != start:
