@@ -108,7 +108,8 @@ class FileGuards:
             return None
         with self._lock:
             if len(self._held) >= self.most:
-                self._let_go_unused()
+                for unused in [guard for guard in self._held if guard.holder() is None]:
+                    self.let_go(unused)
             if self._closed or len(self._held) >= self.most:
                 return None
             owner = self._listener()
@@ -155,10 +156,6 @@ class FileGuards:
                 self.drain_loads()
             self._given_up.append((guard, set(self._loading)))
             self._end_unused(None)
-
-    def _let_go_unused(self) -> None:
-        for guard in [guard for guard in self._held if guard.holder() is None]:
-            self.let_go(guard)
 
     def _end_unused(self, token: object) -> None:
         left = []
