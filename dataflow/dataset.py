@@ -12,7 +12,6 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pkgutil import resolve_name
@@ -35,7 +34,7 @@ from dataflow.sources.listing.claims import SourceArguments
 from dataflow.sources.listing.places import Places
 from dataflow.sources.missing import raise_missing
 from dataflow.sources.opening import OpenOptions
-from dataflow.staging.source import MatchSource, Source, warn_of_wait
+from dataflow.staging.source import Source, warn_of_wait
 from dataflow.tables import ColumnTable, Row, listed_shortly
 from prefetch.memory.guards import FileGuards
 from prefetch.memory.mapping import Mappings
@@ -57,7 +56,7 @@ from sharding.printable import listed, printable
 from sharding.urls import is_local, local_path
 
 if TYPE_CHECKING:
-    from dataflow.sources.joins import Join as Join
+    from dataflow.joins.join import Join as Join
     from dataflow.sources.manifests import Manifest
     from prefetch.control.pause import ReadPause
     from sharding.mixture.shares import Weight
@@ -209,9 +208,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         self._num_splits = 0
         self.seed = self.epoch = 0
         if listing.selects is not None:
-            from dataflow.sources.joins import selected
-
-            self.selection = selected(listing.selects, self.source())
+            self.selection = listing.selects(self.source())
 
     @property
     def schema(self) -> DatasetSchema:
@@ -251,11 +248,8 @@ class ShardedDataset(Sharded, Dataset[S]):
         `is_awaited`: whether the caller waits for each read, as for single samples: nothing is mapped, and
         what a long read waits for is said.
         """
-        matches = []
-        for join in self.joins_used:
-            other = join.other.source(keep_mapped_bytes, guards, pause, is_awaited=is_awaited)
-            used = staged_outputs([output for output in self.outputs if output.name in join.names])
-            matches.append(MatchSource(source=replace(other, outputs=used), table=join.matches))
+        how = keep_mapped_bytes, guards, pause
+        matches = [join.source(self.outputs, *how, is_awaited=is_awaited) for join in self.joins_used]
         return Source(
             catalog=self.catalog,
             format=self.codec,
@@ -495,7 +489,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         Raises `ValueError` for names that both deliver, keys that repeat in `other`, keys of unlike types, no
         key in common, and an order of `other` that takes more reads than `amplification` allows.
         """
-        from dataflow.sources.joins import Join, match_datasets
+        from dataflow.joins.join import Join, match_datasets
 
         if not isinstance(other, ShardedDataset):
             raise TypeError(f"a ShardedDataset is joined to another one, got {type(other).__name__}")

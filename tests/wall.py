@@ -27,6 +27,7 @@ OUTSIDE = {
     "command line": ("dataflow.tools",),
     "conversion and executors": ("dataflow.conversion", "dataflow.engines", "dataflow.sources.tasks"),
     "Ray": ("dataflow.actors",),
+    "joins": ("dataflow.joins",),
     "steps explained, found, passed over": (
         "dataflow.explain",
         "sharding.mixture.inverse",
@@ -70,7 +71,7 @@ _MODULES_OUTSIDE = tuple(module for modules in OUTSIDE.values() for module in mo
 OPENED_BY = {
     "dataflow": _MODULES_OUTSIDE,  # public names, imported when they are used
     "dataflow.loader": ("dataflow.telemetry.status", "dataflow.telemetry.timing.health"),
-    "dataflow.dataset": ("dataflow.sources.manifests",),  # the type of `manifest=`
+    "dataflow.dataset": ("dataflow.sources.manifests", "dataflow.joins.join"),  # of `manifest=`; `join`
     "dataflow.mixture": ("dataflow.sources.energon",),  # `Mixture.from_energon`
 }
 """Modules of the core that name what is outside, since their public names do."""

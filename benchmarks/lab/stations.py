@@ -46,10 +46,8 @@ MOST = {
 """Functions and files that a batch may pass: they only go down."""
 UNASKED = (
     "dataflow/planning/exchange.py",
-    "dataflow/planning/joined_reads.py",
     "dataflow/planning/length_aware.py",
-    "dataflow/sources/joins.py",
-    "dataflow/staging/joined.py",
+    "dataflow/joins/",
     "sharding/catalog/widening.py",
     "sharding/lengths/",
     "sharding/mixture/",

@@ -103,16 +103,12 @@ class _OpenSource:
     """A source as one process reads single samples of it. Thread-safe."""
 
     def __init__(self, source: Source) -> None:
-        from dataflow.staging.joined import MatchStager
-
         self.pid, self.arena, self._source = os.getpid(), Arena(limit_bytes=_ARENA_BYTES), source
         self._reader = RowReader(self.arena, keep_blocks=_KEPT_BLOCKS)
-        self._stagers = [MatchStager(match, self.arena, keep_blocks=_KEPT_BLOCKS) for match in source.matches]
+        self._stagers = [match.stager(self.arena, keep_blocks=_KEPT_BLOCKS) for match in source.matches]
 
     def parts(self, blocks: Ints, rows: Ints, randomness: Randomness) -> list[WindowPart]:
         """Reads some samples, and what they have in other files and datasets; where they lie then."""
-        from dataflow.staging.joined import joined
-
         used, ordinal = np.unique(blocks, return_inverse=True)
         opened = self._reader.open(
             self._source,
@@ -130,7 +126,7 @@ class _OpenSource:
         for part, window in zip(opened.parts, opened.windows, strict=True):
             whole = window.with_clips(part.rows)
             if self._stagers:
-                whole = beside = joined(window, part.rows, self._stagers)
+                whole = beside = self._stagers[0].joined(window, part.rows, self._stagers)
                 beside.read_matches()
             parts.append(structs.replace(part, window=whole))
         return parts

@@ -18,8 +18,9 @@ import pyarrow.compute as pc
 from dataflow.dataset import ShardedDataset
 from dataflow.explain.provenance import NOTES
 from dataflow.explain.run import NO_HISTORY, ExplainedRun, run_of_state, run_of_stream, stream_of
+from dataflow.joins.join import JoinSide
+from dataflow.joins.matches import comparable
 from dataflow.mixture import Mixture
-from dataflow.sources.joins import JoinSide
 from sharding.lengths.batching import Batching
 from sharding.lengths.unit_plan import UnitSequence
 from sharding.mixture.inverse import places_in_selection, positions_of
@@ -27,7 +28,6 @@ from sharding.order.epoch_order import EpochOrder
 from sharding.order.windows import ranges, windows_touched
 from sharding.plan.batch_plan import BatchPlan
 from sharding.plan.history import StepStretch
-from sharding.plan.matches import comparable
 from sharding.plan.passing import PassingBatchPlan, passing
 from sharding.printable import listed
 

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from dataflow.dataset import ShardedDataset
 from dataflow.decode.values import DRAWS
+from dataflow.joins.matches import blocks_of
 from dataflow.staging.rows import read_rows
 from sharding.blocks import Block, Spans
 from sharding.catalog.table import Catalog
 from sharding.errors import ShardError
 from sharding.order.permutations import uniform
-from sharding.plan.matches import blocks_of
 
 Ints = NDArray[np.int64]
 

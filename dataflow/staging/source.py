@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from dataflow.decode.rules import ReadBytes
     from prefetch.control.gate import ReadGate
     from prefetch.control.pause import ReadPause
+    from prefetch.memory.arena import Arena
     from prefetch.store.ranges import Awaited
     from sharding.catalog.reading import ColumnReader
-    from sharding.plan.matches import MatchTable
 
 
 _log = logging.getLogger("dataflow")
@@ -92,7 +92,7 @@ class Source:
     """True if every column was asked for, so that one of a type we cannot deliver is an error."""
     number: int = 0
     """Index of it among a mixture's sources."""
-    matches: Sequence[MatchSource] = ()
+    matches: Sequence[SourceBeside] = ()
     """Datasets that are joined to it."""
     reads_whole: bool = False
     """True if values are read whole where parts would do: what joined samples draw is not known then."""
@@ -241,15 +241,29 @@ class Source:
         return [self.catalog.block(number) for number in numbers.tolist()]
 
 
-@dataclass(frozen=True, kw_only=True)
-class MatchSource:
+class StagerBeside(Protocol):
+    """Opens what windows need of a dataset beside theirs. Thread-safe."""
+
+    def joined(self, own: Any, rows: Ints, stagers: Sequence[Any]) -> Any:
+        """A window, and what these stagers, of which this is one, bring for some rows; -1 is none."""
+        ...
+
+
+class SourceBeside(Protocol):
     """A dataset joined to another, whose samples bring its columns along."""
 
-    source: Source
-    table: MatchTable = field(compare=False)
-    """The table of matches: which of its samples belongs to each of the other's."""
-    keeps: bool = False
-    """True if its blocks stay in memory once they were read, where only whole ones can be decoded."""
+    @property
+    def source(self) -> Source:
+        """Return what is read of it."""
+        ...
+
+    def shared(self, source: Source, *, keeps: bool) -> SourceBeside:
+        """Return it with a source that shares what all do; `keeps`: its blocks stay once they were read."""
+        ...
+
+    def stager(self, arena: Arena, *, num_readers: int = 1, keep_blocks: int = 0) -> StagerBeside:
+        """Return what opens it; `keep_blocks`: so many of those that are decoded whole stay for later."""
+        ...
 
 
 def warn_of_wait(line: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +23,6 @@ from sharding.order.epoch_order import EpochOrder, SourceWindow, Windows
 from sharding.order.order import Order
 from sharding.order.selection import SelectedOrder
 from sharding.spans import Ints
-
-if TYPE_CHECKING:
-    from dataflow.staging.joined import MatchStager
 
 _FULL_WINDOW_SAMPLES = 4096
 _PLAN_BYTES = 16
@@ -104,7 +100,7 @@ class Stager:
         self._open_window, self._seed = open_window, seed
         self._num_readers, self._full_window_bytes = num_readers, limit_bytes // 8
         self._matches = [
-            _match_stagers(source, arena, num_readers) if source.matches else [] for source in sources
+            [match.stager(arena, num_readers=num_readers) for match in source.matches] for source in sources
         ]
 
     def units(self, order: EpochOrder) -> Windows:
@@ -148,9 +144,7 @@ class Stager:
         source = self._sources[own.source]
         window, matches = self._staged(source, own.windows, own.number, indices), self._matches[source.number]
         if matches:
-            from dataflow.staging.joined import joined
-
-            window = joined(window, window.rows, matches)
+            window = matches[0].joined(window, window.rows, matches)
         window.seed, window.source_epoch = self._seed, own.epoch
         return window
 
@@ -177,10 +171,3 @@ class Stager:
         return self._open_window(
             source, self._arena, blocks, rows, share=share, num_readers=self._num_readers
         )
-
-
-def _match_stagers(source: Source, arena: Arena, num_readers: int) -> list[MatchStager]:
-    """Return stagers that open the windows of datasets that are joined to a source."""
-    from dataflow.staging.joined import MatchStager
-
-    return [MatchStager(match, arena, num_readers=num_readers) for match in source.matches]

@@ -29,7 +29,6 @@ from sharding.catalog.table import Catalog
 from sharding.mixture.windows import source_seed
 from sharding.order.order import Order
 from sharding.order.permutations import splitmix64
-from sharding.plan.matches import MatchTable
 from sharding.plan.next_use import LaneRange, lanes_of_shard_indices, next_uses, windows_of_blocks
 from sharding.plan.placement import shard_index_of
 from sharding.spans import Ints
@@ -88,7 +87,7 @@ def _use_of(dataset: ShardedDataset, number: int, plan: StreamPlan, topology: To
     shuffle = plan.shuffle.of_source(number if mixed else 0)
     return SourceUse(
         catalog=dataset.datasets_read[at].catalog,
-        matches=dataset.joins_used[at - 1].matches if at else None,
+        windows_of=dataset.joins_used[at - 1].matches.windows if at else windows_of_blocks,
         order_of=partial(dataset.windows, shuffle=shuffle, seed=seed),
         samples=len(dataset) / share if share else np.inf,
         lanes=_lanes(plan, shuffle.num_lanes, topology),
@@ -118,8 +117,8 @@ class SourceUse:
     lanes: LaneRange
     sparse: bool
     """True if single samples are read: they are in no table, and none is known to be needed sooner."""
-    matches: MatchTable | None = None
-    """The rows that a joined source brings along; None: it is the one that is ordered."""
+    windows_of: Callable[[Order, int, LaneRange], Ints] = windows_of_blocks
+    """The first window of an order that needs each of so many blocks of it."""
     # Blocks of the oldest window that is open may still be wanted.
     _open: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOWS_OPEN))
     _windows: OrderedDict[int, tuple[Ints, int]] = field(default_factory=OrderedDict)
@@ -139,11 +138,7 @@ class SourceUse:
         windows = self._windows.get(epoch)
         if windows is None:
             order = self.order_of(epoch)
-            if self.matches is None:
-                of_blocks = windows_of_blocks(order, self.catalog.num_blocks, self.lanes)
-            else:
-                of_blocks = self.matches.windows(order, self.catalog.num_blocks, self.lanes)
-            windows = of_blocks, order.num_windows
+            windows = self.windows_of(order, self.catalog.num_blocks, self.lanes), order.num_windows
             self._windows[epoch] = windows
             while len(self._windows) > 2:
                 self._windows.popitem(last=False)

@@ -18,7 +18,6 @@ from dataflow.dataset import ShardedDataset
 from dataflow.limits import allowed_cores, machine_memory, memory_limit_bytes
 from dataflow.mixture import Mixture
 from dataflow.outputs.objects import is_text
-from dataflow.planning.joined_reads import check_reads, kept_bytes
 from dataflow.planning.length_aware import check_batching, gather_of, is_by_tokens, lengths_alone
 from dataflow.planning.plan import StreamPlan
 from dataflow.planning.settings import CHECKED_STEPS, WITH_STEPS, StreamSettings
@@ -48,6 +47,9 @@ CLUSTERS = {
 }
 """By the name that `builders=` takes: what says where builders of a cluster would run, these builders, and
 windows of those that read by themselves."""
+
+_JOINED = ("dataflow.joins.reads:kept_bytes", "dataflow.joins.reads:check_reads")
+"""The names of what tells which joined datasets stay in memory, and of what refuses their reads."""
 
 _THREADS_AT_FIRST = 8
 """Threads that build until processes have started: eight fed a training 1.4 times as fast as seventeen."""
@@ -243,7 +245,7 @@ def plan_session(
         memory_limit=memory_limit,
         builders=builders,
         ahead=ahead,
-        kept_bytes=kept_bytes(plan, memory_limit) if plan.has_joins else {},
+        kept_bytes=resolve_name(_JOINED[0])(plan, memory_limit) if plan.has_joins else {},
     )
 
 
@@ -309,7 +311,7 @@ def check_fits(plan: StreamPlan, settings: StreamSettings, memory_limit: int) ->
             f"memory_limit={memory_limit:,}; lower batch_size or raise memory_limit"
         )
     if plan.has_joins:
-        check_reads(plan, memory_limit)
+        resolve_name(_JOINED[1])(plan, memory_limit)
 
 
 def check_settings(dataset: ShardedDataset | Mixture, settings: StreamSettings) -> None:

@@ -211,10 +211,8 @@ class OpenSources:
     def _shared(self, source: Source, decided: SessionPlan, number: int, join: int) -> Source:
         """A source, or the `join`-th that is joined to it, with what all share."""
         matches = [
-            replace(
-                match,
-                source=self._shared(match.source, decided, number, at + 1),
-                keeps=(number, at) in decided.kept_bytes,
+            match.shared(
+                self._shared(match.source, decided, number, at + 1), keeps=(number, at) in decided.kept_bytes
             )
             for at, match in enumerate(source.matches)
         ]

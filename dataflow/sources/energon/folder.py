@@ -12,7 +12,9 @@ import re
 import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -188,8 +190,18 @@ def claim(spec: Spec, asked: SourceArguments, places: Places) -> Listing | None:
         if rules and (decode == "auto" or isinstance(decode, Mapping)):
             decode = {**rules, **(decode if isinstance(decode, Mapping) else {})}
     return asked.listing(
-        dataset.shards, format="tar", columns=columns, decode=decode, selects=dataset.selection
+        dataset.shards, format="tar", columns=columns, decode=decode, selects=partial(_selected, dataset)
     )
+
+
+def _selected(dataset: EnergonDataset, source: Any) -> Selection:
+    """The samples that its part counts in; closes the reader of the source."""
+    from dataflow.joins.join import JoinSide
+
+    with closing(source.reader):
+        return dataset.selection(
+            source.catalog, lambda apart: JoinSide(source, apart, "__key__").keys().to_pylist()
+        )
 
 
 def read_energon(part: EnergonPart, files: SmallFiles) -> EnergonDataset:

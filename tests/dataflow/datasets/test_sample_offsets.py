@@ -96,8 +96,13 @@ def other_ways(this: Made, other: Made, row: dict[str, Any]) -> dict[str, Any]:
     refuses = Refuses(row)
     dataset = this.open(transform=refuses)
     keys = "__key__" if "cls" in row else "label"
-    joined = this.open().join(other.open(columns={"beside": "txt"}), on=(keys, keys))
-    joined.transform = refuses
+
+    def joined() -> Any:
+        pytest.importorskip("dataflow.joins")  # outside of the core
+        view = this.open().join(other.open(columns={"beside": "txt"}), on=(keys, keys))
+        view.transform = refuses
+        return view
+
     return {
         "processes": lambda: DataLoader(dataset, 4, collate_fn=list, num_workers=1, memory_limit="64MB"),
         "threads": lambda: DataLoader(dataset, 4, collate_fn=list, num_workers=2, workers="thread"),
@@ -106,7 +111,7 @@ def other_ways(this: Made, other: Made, row: dict[str, Any]) -> dict[str, Any]:
         ),
         "mixture": lambda: DataLoader(Mixture({other.open(): 1, dataset: 1}), 4, collate_fn=list),
         "subset": lambda: DataLoader(dataset.subset(range(BAD - 3, BAD + 3)), 4, collate_fn=list),
-        "join": lambda: DataLoader(joined, 4, collate_fn=list, num_workers=0),
+        "join": lambda: DataLoader(joined(), 4, collate_fn=list, num_workers=0),
     }
 
 

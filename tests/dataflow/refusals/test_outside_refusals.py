@@ -43,6 +43,7 @@ from dataflow.grad.step import accumulate_for, checked_weight, joined
 from dataflow.grad.strategies import Half, Hierarchical, Int8, PostLocalSGD, PowerSGD, TopK
 from dataflow.grad.strategies.all_reduce import AllReduce
 from dataflow.grad.strategies.local_sgd import DiLoCo, LocalSGD
+from dataflow.joins.matches import comparable
 from dataflow.telemetry.timing.bottleneck import Rates
 from dataflow.testing import run_ranks
 from dataflow.text.chat_template import ChatText
@@ -144,6 +145,11 @@ REFUSED: list[tuple[Callable[[Path], object], Any, str]] = [
     (lambda at: index_source([str(files(at, "a/1.jpg"))], {}, output=None, block_bytes=None),
      ValueError, r"means loose files.*nothing is to be indexed"),
     # joined datasets
+    (lambda _: comparable(pa.array([1.5])),
+     ValueError, "keys must be text, bytes or integers, and are double"),
+    (lambda _: comparable(pa.array([[1]])), ValueError, "keys must be text, bytes or integers, and are list"),
+    (lambda _: comparable(pa.array([2**63], pa.uint64())),
+     ValueError, r"integers beyond 2\*\*63 are no keys"),
     (lambda at: joined_by(at, {"id": ["1"]}, {"id": [1], "y": [1]}),
      ValueError, r"unlike types.*'id' holds text, 'id' integers"),
     (lambda at: joined_by(at, {"id": ["1"]}, {"id": ["2"], "y": [1]}),

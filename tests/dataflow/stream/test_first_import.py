@@ -58,7 +58,7 @@ def test_what_a_program_has_frozen_stays_frozen(tmp_path: Path) -> None:
 NOT_NEEDED = (
     "dataflow.decode.video",
     "dataflow.sources.hub",
-    "dataflow.sources.joins",
+    "dataflow.joins",
     "dataflow.staging.reading",
     "dataflow.workers.iterator",
     "fsspec",

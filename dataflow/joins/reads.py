@@ -8,21 +8,18 @@ ones each window reads the blocks that it needs, which a shuffle brings together
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
-from dataflow.planning.plan import StreamPlan
+from dataflow.joins.join import Join
+from dataflow.joins.matches import allowance, reads_in_windows
 from sharding.order.shuffle import Shuffle
-from sharding.plan.matches import allowance, reads_in_windows
-
-if TYPE_CHECKING:
-    from dataflow.dataset import Join
 
 _KEPT_IN_LIMIT = 4
 
 
-def kept_bytes(plan: StreamPlan, memory_limit: int) -> dict[tuple[int, int], int]:
+def kept_bytes(plan: Any, memory_limit: int) -> dict[tuple[int, int], int]:
     """(Source, number of what is joined to it) -> bytes of all its blocks, for those that stay."""
     kept: dict[tuple[int, int], int] = {}
     for number, source in enumerate(plan.dataset.sources):
@@ -42,7 +39,7 @@ def _bytes_in_memory(join: Join) -> int:
     return int((table.length + table.nbytes)[blocks].sum()) + staged + rounded
 
 
-def check_reads(plan: StreamPlan, memory_limit: int) -> None:
+def check_reads(plan: Any, memory_limit: int) -> None:
     """Raise `ValueError` where an epoch reads a joined dataset more often than its join allows."""
     kept = kept_bytes(plan, memory_limit)
     if plan.shuffle.kind == "full" or plan.shuffle.is_file_order:

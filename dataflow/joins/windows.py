@@ -2,7 +2,7 @@
 
 Whoever builds batches sees one window: columns of the others are staged by the rows of the first, as copied
 numbers, or as addresses of values that stay in the others' windows. What must be read of another dataset is
-found from the table of matches (`sharding.plan.matches`), for the rows that this rank takes.
+found from the table of matches, for the rows that this rank takes.
 """
 
 from __future__ import annotations
@@ -11,19 +11,39 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
+from dataflow.joins.matches import MatchTable, blocks_of
 from dataflow.staging.columns import StagedArray, StagedOutput, StagedSpans
 from dataflow.staging.rows import OpenRows, RowReader, WindowPart
-from dataflow.staging.source import MatchSource
+from dataflow.staging.source import Source
 from dataflow.staging.window import RowFraction, StagedRows, StagedWindow
 from prefetch.memory.arena import Arena
 from prefetch.work import Task
 from sharding.errors import SampleError
-from sharding.plan.matches import blocks_of
 from sharding.spans import Bytes, Ints
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchSource:
+    """A dataset joined to another, whose samples bring its columns along. Implements `SourceBeside`."""
+
+    source: Source
+    table: MatchTable = field(compare=False)
+    """The table of matches: which of its samples belongs to each of the other's."""
+    keeps: bool = False
+    """True if its blocks stay in memory once they were read, where only whole ones can be decoded."""
+
+    def shared(self, source: Source, *, keeps: bool) -> MatchSource:
+        """See `SourceBeside`."""
+        return replace(self, source=source, keeps=keeps)
+
+    def stager(self, arena: Arena, *, num_readers: int = 1, keep_blocks: int = 0) -> MatchStager:
+        """See `SourceBeside`."""
+        return MatchStager(self, arena, num_readers=num_readers, keep_blocks=keep_blocks)
 
 
 class MatchRows:
@@ -186,7 +206,7 @@ class JoinedWindow(StagedWindow):
 
 
 class MatchStager:
-    """Finds and opens what windows need of another dataset. Thread-safe.
+    """Finds and opens what windows need of another dataset. Implements `StagerBeside`. Thread-safe.
 
     Args:
         match: the dataset, and which of its samples belongs to each of the windows'.
@@ -217,14 +237,14 @@ class MatchStager:
         opened = self._reader.open(self._source, blocks, ordinal, row, used, share=share)
         return MatchRows(opened, self._source.outputs)
 
-
-def joined(own: StagedWindow, rows: Ints, stagers: Sequence[MatchStager]) -> JoinedWindow:
-    """A window, and the matches of some of its rows; -1 is none."""
-    is_used = np.zeros(own.samples.num_rows, np.bool_)
-    is_used[rows[rows >= 0]] = True
-    used = np.flatnonzero(is_used)
-    samples = own.samples.numbers(used) - own.source.first_number
-    return JoinedWindow(own, [stager.rows_for(used, samples) for stager in stagers])
+    @staticmethod
+    def joined(own: StagedWindow, rows: Ints, stagers: Sequence[MatchStager]) -> JoinedWindow:
+        """See `StagerBeside`."""
+        is_used = np.zeros(own.samples.num_rows, np.bool_)
+        is_used[rows[rows >= 0]] = True
+        used = np.flatnonzero(is_used)
+        samples = own.samples.numbers(used) - own.source.first_number
+        return JoinedWindow(own, [stager.rows_for(used, samples) for stager in stagers])
 
 
 def _filled(part: WindowPart) -> Ints:

@@ -8,7 +8,7 @@ is a table of sample numbers (`sharding.plan.matches`) and what has no match, co
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -19,15 +19,7 @@ import pyarrow as pa
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from dataflow.outputs.output import Output
-from dataflow.sources.views import column_array
-from dataflow.staging.rows import read_columns
-from dataflow.staging.source import Source
-from sharding.arrow_arrays import number_array
-from sharding.catalog.table import Catalog
-from sharding.formats.arrow.columns import TabularFormat
-from sharding.order.selection import Selection
-from sharding.plan.matches import (
+from dataflow.joins.matches import (
     NO_MATCH,
     MatchTable,
     allowance,
@@ -36,6 +28,15 @@ from sharding.plan.matches import (
     duplicates,
     find_matches,
 )
+from dataflow.joins.windows import MatchSource
+from dataflow.outputs.output import Output, staged_outputs
+from dataflow.sources.views import column_array
+from dataflow.staging.rows import read_columns
+from dataflow.staging.source import Source
+from sharding.arrow_arrays import number_array
+from sharding.catalog.table import Catalog
+from sharding.formats.arrow.columns import TabularFormat
+from sharding.order.selection import Selection
 from sharding.printable import listed
 
 _KEY_THREADS = 16
@@ -64,15 +65,6 @@ class JoinReport:
     it is ordered alike."""
 
 
-def selected(selects: Callable[..., Selection], source: Source) -> Selection:
-    """The samples that a description beside the shards counts in; closes the reader of `source`."""
-    with closing(source.reader):
-        kept: Selection = selects(
-            source.catalog, lambda apart: JoinSide(source, apart, "__key__").keys().to_pylist()
-        )
-        return kept
-
-
 class Join(Struct, frozen=True, eq=False, kw_only=True):
     """Another dataset, whose columns come beside a dataset's own."""
 
@@ -87,6 +79,12 @@ class Join(Struct, frozen=True, eq=False, kw_only=True):
     def names(self) -> frozenset[str]:
         """The columns that it brings along."""
         return frozenset(output.name for output in self.other.outputs)
+
+    def source(self, outputs: Sequence[Output], *how: Any, **options: Any) -> MatchSource:
+        """Return what a loader reads its columns among `outputs` with, as `ShardedDataset.source`."""
+        used = staged_outputs([output for output in outputs if output.name in self.names])
+        source = replace(self.other.source(*how, **options), outputs=used)
+        return MatchSource(source=source, table=self.matches)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,10 +9,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, strategies as st
 
-from sharding.catalog.table import BlockTable
-from sharding.order.order import Order
-from sharding.order.shuffle import Shuffle
-from sharding.plan.matches import (
+from dataflow.joins.matches import (
     NO_MATCH,
     MatchTable,
     allowance,
@@ -21,6 +18,9 @@ from sharding.plan.matches import (
     find_matches,
     reads_in_windows,
 )
+from sharding.catalog.table import BlockTable
+from sharding.order.order import Order
+from sharding.order.shuffle import Shuffle
 from sharding.plan.next_use import LaneRange
 
 KEYS = st.lists(st.one_of(st.none(), st.integers(-3, 12)), max_size=20)
