@@ -6,15 +6,14 @@ to its first batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-_MOST = (1 << 31) - 1
+MOST = (1 << 31) - 1
 """The values of an array whose type is not large have so many bytes or items, at most."""
 
 
@@ -22,11 +21,6 @@ def number_array(numbers: NDArray[Any]) -> pa.Array:
     """Return numbers as an array of their type, without a copy where they are contiguous."""
     content = pa.py_buffer(np.ascontiguousarray(numbers))
     return pa.Array.from_buffers(pa.from_numpy_dtype(numbers.dtype), len(numbers), [None, content])
-
-
-def numpy_view(array: pa.Array) -> NDArray[Any]:
-    """An Arrow array of numbers without nulls, as numpy sees it."""
-    return np.from_dlpack(array)  # no copy; `to_numpy` would import pandas
 
 
 def bool_array(flags: NDArray[np.bool_]) -> pa.Array:
@@ -61,24 +55,6 @@ def bytes_array(values: Sequence[bytes | None], kind: pa.DataType | None = None)
     return _of_pieces(pieces, b"".join(pieces), valid, kind or pa.large_binary())
 
 
-def list_array(lengths: NDArray[np.int64], valid: NDArray[np.bool_] | None, items: pa.Array) -> pa.Array:
-    """Return lists of so many items each, which follow one another; `valid`: those that are no nulls."""
-    if len(items) > _MOST:
-        raise OverflowError(f"{len(items):,} items in lists of one row group: give a smaller row_group_size")
-    offsets = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    buffers = [None if valid is None or valid.all() else bits(valid), pa.py_buffer(offsets)]
-    return pa.Array.from_buffers(pa.list_(items.type), len(lengths), buffers, children=[items])
-
-
-def column_of(rows: Sequence[Mapping[str, Any] | None], name: str) -> list[Any]:
-    """Return the values that rows have under a name; None where there is none."""
-    try:
-        return list(map(itemgetter(name), rows))  # type: ignore[arg-type]
-    except (KeyError, TypeError):
-        return [None if row is None else row.get(name) for row in rows]
-
-
 def bits(flags: NDArray[np.bool_] | None) -> pa.Buffer | None:
     """Return bools as Arrow has them; None stays."""
     return None if flags is None else pa.py_buffer(np.packbits(flags, bitorder="little"))
@@ -95,7 +71,7 @@ def _of_pieces(
     pieces: Sequence[Any], content: bytes, valid: NDArray[np.bool_] | None, kind: pa.DataType
 ) -> pa.Array:
     is_large = kind in (pa.large_string(), pa.large_binary())
-    if not is_large and len(content) > _MOST:
+    if not is_large and len(content) > MOST:
         raise OverflowError(f"{len(content):,} bytes in a column of type {kind}")
     ends = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)), out=ends[1:])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from decimal import Decimal
 from typing import Any, BinaryIO
@@ -157,13 +157,6 @@ class Block:
     def corrupt(self, reason: str) -> CorruptShardError:
         """The error of a block whose bytes break the rules of its format."""
         return CorruptShardError(self.shard.url, reason, self.offset, stage="decode")
-
-    def check_columns(self, columns: Iterable[str] | None, of_shard: Collection[str]) -> None:
-        """Raise `CorruptShardError` for the first name that the shard does not have."""
-        known = {*of_shard} if columns else ()
-        for name in columns or ():
-            if name not in known:
-                raise self.corrupt(f"no column {name!r}; the shard has {', '.join(of_shard) or 'no columns'}")
 
 
 class Spans(Struct, frozen=True):

@@ -38,30 +38,6 @@ def list_heads(counts: Numbers, lengths: Numbers) -> tuple[NDArray[np.uint8], Nu
     return head.view(np.uint8), _NUMBER_BYTES * starts
 
 
-def joined_lists(counts: Numbers, lengths: Numbers, content: NDArray[np.uint8], first: int = 0) -> ByteLists:
-    """Return lists of so many items each, [n], each in one piece: the one copy of their bytes.
-
-    Args:
-        counts: int64 [n] items of each list.
-        lengths: int64 [sum of counts] bytes of each item.
-        content: uint8, the items, one behind the other, list by list.
-        first: where the first of them begins.
-    """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    heads, head_at = list_heads(counts, lengths)
-    body_at = first + np.append(0, np.cumsum(lengths))[np.append(0, np.cumsum(counts))]
-    parts = [
-        pa.Array.from_buffers(pa.large_binary(), len(counts), [None, pa.py_buffer(at), pa.py_buffer(data)])
-        for at, data in ((head_at, heads), (body_at, content))
-    ]
-    joined = pc.binary_join_element_wise(*parts, pa.scalar(b"", pa.large_binary()))
-    sizes = np.diff(head_at) + np.diff(body_at)
-    buffer = np.frombuffer(joined.buffers()[2], np.uint8) if len(joined) else np.zeros(0, np.uint8)
-    return ByteLists(buffer, np.cumsum(sizes) - sizes, sizes)
-
-
 def list_counts(buffer: NDArray[np.uint8], starts: Numbers) -> Numbers:
     """Return how many items the lists have that begin at `starts`, int64 [n]."""
     return numbers_at(buffer, starts, "=i8")

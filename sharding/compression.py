@@ -126,21 +126,16 @@ def open_decompressed(
         CorruptShardError: while reading: corrupt, truncated, or larger than `limit_bytes` (stage "index").
     """
     file.seek(0)
-    return cast(
-        BinaryIO, _InflatedReader(file, url, limit_bytes=limit_bytes, kind=kind, window_bytes=window_bytes)
-    )
+    pieces = _inflated(file.read, url, kind, window_bytes, stage="index")
+    return cast(BinaryIO, _InflatedReader(pieces, url, limit_bytes))
 
 
 class _InflatedReader(io.RawIOBase):
     """Forward-only reader over pieces of decompressed bytes."""
 
-    def __init__(
-        self, file: BinaryIO, url: str, *, limit_bytes: int | None, kind: str | None, window_bytes: int
-    ) -> None:
-        self._pieces = _inflated(file.read, url, kind, window_bytes, stage="index")
-        self._piece = memoryview(b"")
-        self._position = 0
-        self._url, self._limit_bytes = url, limit_bytes
+    def __init__(self, pieces: Iterator[bytes], url: str, limit_bytes: int | None) -> None:
+        self._pieces, self._url, self._limit_bytes = pieces, url, limit_bytes
+        self._piece, self._position = memoryview(b""), 0
 
     def readable(self) -> bool:
         return True

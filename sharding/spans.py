@@ -37,28 +37,11 @@ def numbers_at(
 
 
 def cuts_reaching(bounds: Ints, nbytes: int) -> Ints:
-    """Cut what lies between ascending bounds into runs, of as many pieces each as it takes to reach `nbytes`.
-
-    Returns the first piece of each run, and the number of pieces.
-    """
+    """Cut pieces between ascending bounds into runs that reach `nbytes`: where each begins, and their end."""
     cuts, last = [0], len(bounds) - 1
     while cuts[-1] < last:
         reached = int(np.searchsorted(bounds, bounds[cuts[-1]] + nbytes))
         cuts.append(min(last, max(cuts[-1] + 1, reached)))
-    return np.array(cuts, np.int64)
-
-
-def cuts_within(bounds: Ints, nbytes: int) -> Ints:
-    """Cut as `cuts_reaching` does, into runs of at most `nbytes`, or of one piece that has some.
-
-    Pieces without a byte share a run with one that is not: a block without bytes could not be read.
-    """
-    cuts, last = [0], len(bounds) - 1
-    while cuts[-1] < last:
-        here = bounds[cuts[-1]]
-        beyond = min(int(np.searchsorted(bounds, here, side="right")), last)
-        end = max(here + nbytes, bounds[beyond])
-        cuts.append(int(np.searchsorted(bounds, end, side="right")) - 1)
     return np.array(cuts, np.int64)
 
 

@@ -56,6 +56,7 @@ OUTSIDE = {
     "LeRobot": ("dataflow.decode.episodes", "dataflow.sources.lerobot"),
     "MDS and LitData": ("sharding.formats.streaming", "sharding.write.mds"),
     "TFRecord and ArrayRecord": ("sharding.formats.records",),
+    "values gathered, and cut into blocks": ("sharding.formats.gathering",),
     "Megatron": ("sharding.formats.megatron", "sharding.write.megatron"),
     "Energon": ("dataflow.sources.energon",),
     "Delta, Iceberg, Hive, CSV and text": ("sharding.formats.tables", "dataflow.sources.tables"),

@@ -20,7 +20,7 @@ import pyarrow as pa
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from sharding.arrow_arrays import number_array, numpy_view
+from sharding.arrow_arrays import number_array
 from sharding.blocks import Block, ColumnSpec, Format, Shard
 from sharding.cached_property import cached_property
 from sharding.catalog.file import (
@@ -30,6 +30,7 @@ from sharding.catalog.file import (
     blob_crc,
     damaged,
     folder_of,
+    numpy_view,
     read_table,
     write_table,
 )

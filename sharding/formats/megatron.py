@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan, Spans
 from sharding.errors import CorruptShardError
+from sharding.formats.gathering import cuts_within
 from sharding.formats.tokens import COLUMN, TokensFormat, check_tokens, tokens_in, wants_tokens
-from sharding.spans import cuts_within
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")

@@ -239,7 +239,9 @@ def wants_tokens(block: Block, columns: Sequence[str] | None) -> bool:
     """Return whether the only column is wanted; any other name raises `CorruptShardError`."""
     if columns is None:
         return True
-    block.check_columns(columns, (COLUMN,))
+    for name in columns:
+        if name != COLUMN:
+            raise block.corrupt(f"no column {name!r}; the shard has {COLUMN}")
     return len(columns) > 0
 
 

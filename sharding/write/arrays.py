@@ -20,15 +20,14 @@ from numpy.typing import NDArray
 from sharding.arrow_arrays import (
     bool_array,
     bytes_array,
-    column_of,
-    list_array,
     number_array,
     text_array,
     valid_of,
 )
 from sharding.blocks import common_dtype
+from sharding.formats.arrow.json_arrays import list_array
 from sharding.formats.arrow.schema import dtype_of, is_bytes, is_list, is_text
-from sharding.write.values import DEEPEST, ENDLESS, NESTED, has_an_end, plain_value
+from sharding.write.values import DEEPEST, ENDLESS, NESTED, column_of, has_an_end, plain_value
 
 _NONE = type(None)
 _ENDLESS_TYPES: dict[Any, Set[type]] = {None: frozenset(), list: frozenset({list, tuple}), dict: NESTED}

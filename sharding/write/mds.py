@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from sharding.write.file import NewFile
-from sharding.write.shard import NewShard
 from sharding.write.values import check_keys, check_row, has_an_end, plain_value
+from sharding.write.writer import NewShard
 
 _MOST_BYTES = (1 << 32) - 1
 """Bytes of a shard, at most: its offsets are u32."""

@@ -22,7 +22,7 @@ from sharding.errors import SampleError
 from sharding.formats.extensions import INT_EXTENSIONS, PICKLED_EXTENSIONS, rule_of_extension
 from sharding.formats.tar.samples import split_name
 from sharding.write.file import NewFile
-from sharding.write.values import DEEPEST, check_keys, check_row, check_rows, json_value
+from sharding.write.values import DEEPEST, check_keys, check_row, check_rows, column_of, json_value
 
 Sample = Mapping[str, Any]
 _BLOCK, _RECORD = 512, 10_240
@@ -239,7 +239,6 @@ class NewTableShard(NewShard):
         """A column of rows; without a schema, in the type that these rows or those before show."""
         import pyarrow as pa
 
-        from sharding.arrow_arrays import column_of
         from sharding.write.arrays import array_of, as_kind, common_type
 
         values, widens = column_of(rows, name), False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,14 @@ def plain_value(value: Any) -> Any:
             raise TypeError(MASKED)
         value = value if value.ndim else value[()]
     return value.item() if isinstance(value, PYTHON_TYPES) else value
+
+
+def column_of(rows: Sequence[Mapping[str, Any] | None], name: str) -> list[Any]:
+    """Return the values that rows have under a name; None where there is none."""
+    try:
+        return list(map(itemgetter(name), rows))  # type: ignore[arg-type]
+    except (KeyError, TypeError):
+        return [None if row is None else row.get(name) for row in rows]
 
 
 def json_value(value: Any) -> Any:

@@ -18,7 +18,14 @@ from sharding.compression import compression_of
 from sharding.errors import ShardWriteError
 from sharding.formats import ENTRIES, has_suffix, sibling, suffix_of
 from sharding.write.file import NewFile, no_room, space_at
-from sharding.write.shard import NewJsonlShard, NewShard, NewTableShard, NewTarShard, Sample, TypesDifferError
+from sharding.write.shard import (
+    NewJsonlShard,
+    NewShard as NewShard,  # for writers outside
+    NewTableShard,
+    NewTarShard,
+    Sample,
+    TypesDifferError,
+)
 from sharding.write.tokens import TokenOptions
 
 DEFAULT_SHARD_BYTES = 1 << 30

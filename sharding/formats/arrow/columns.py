@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -41,7 +41,7 @@ from sharding.blocks import (
     Spans,
     spec_text,
 )
-from sharding.byte_lists import ByteLists, joined_lists
+from sharding.byte_lists import ByteLists, list_heads
 from sharding.errors import ShardError
 from sharding.formats.arrow.checks import bits_of, check_chunks, check_nested, elements_of, valid_of
 from sharding.formats.arrow.json_types import JSON_TEXT
@@ -58,6 +58,7 @@ from sharding.formats.arrow.schema import (
     specs_of,
     unlike_json,
 )
+from sharding.spans import Bytes, Ints
 
 _JSON_ROWS = 256
 """Rows that are Python objects at a time, on their way to JSON."""
@@ -145,7 +146,7 @@ def columns_of(
     flat = flattened(table)
     # Without structs, columns have the names that they are stored by.
     known = flat.column_names if flat is table else [one.name for one in named_columns(table.schema)]
-    block.check_columns(columns, known)
+    check_columns(columns, known, block)
     names = set(flat.column_names)
     if len(names) < flat.num_columns:  # one is that of two columns, which is an error for who asks for it
         specs_here = specs_of(table.schema)
@@ -170,6 +171,14 @@ def missing_column(spec: ColumnSpec, num_rows: int, reason: int = MISSING) -> Co
     if values.dtype.kind == "f":
         values.fill(np.nan)
     return Masked(values, np.full(num_rows, reason, np.int8))
+
+
+def check_columns(columns: Sequence[str] | None, of_shard: Collection[str], block: Block) -> None:
+    """Raise `CorruptShardError` for the first name that the shard does not have."""
+    known = {*of_shard} if columns else ()
+    for name in columns or ():
+        if name not in known:
+            raise block.corrupt(f"no column {name!r}; the shard has {', '.join(of_shard) or 'no columns'}")
 
 
 def flattened(table: pa.Table) -> pa.Table:
@@ -482,6 +491,29 @@ def _byte_list_spans(array: pa.Array) -> ByteLists:
     lists = joined_lists(counts, _sizes(offsets), content, int(offsets[0]))
     lengths = _with_missing(lists.lengths, valid_of(array))
     return ByteLists(lists.buffer, lists.starts, np.where(missing, PATH_ONLY, lengths))
+
+
+def joined_lists(counts: Ints, lengths: Ints, content: Bytes, first: int = 0) -> ByteLists:
+    """Return lists of so many items each, [n], each in one piece: the one copy of their bytes.
+
+    Args:
+        counts: int64 [n] items of each list.
+        lengths: int64 [sum of counts] bytes of each item.
+        content: uint8, the items, one behind the other, list by list.
+        first: where the first of them begins.
+    """
+    import pyarrow.compute as pc
+
+    heads, head_at = list_heads(counts, lengths)
+    body_at = first + np.append(0, np.cumsum(lengths))[np.append(0, np.cumsum(counts))]
+    parts = [
+        pa.Array.from_buffers(pa.large_binary(), len(counts), [None, pa.py_buffer(at), pa.py_buffer(data)])
+        for at, data in ((head_at, heads), (body_at, content))
+    ]
+    joined = pc.binary_join_element_wise(*parts, pa.scalar(b"", pa.large_binary()))
+    sizes = np.diff(head_at) + np.diff(body_at)
+    buffer = np.frombuffer(joined.buffers()[2], np.uint8) if len(joined) else np.zeros(0, np.uint8)
+    return ByteLists(buffer, np.cumsum(sizes) - sizes, sizes)
 
 
 def _of_lists(items: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from sharding.blocks import Block, Column, Columns, ColumnSpec, Shard, ShardScan, Spans
 from sharding.formats.arrow.checks import check_nested
-from sharding.formats.arrow.columns import TabularFormat
+from sharding.formats.arrow.columns import TabularFormat, check_columns
 from sharding.formats.arrow.messages import HEAD, LARGEST, Message, bytes_of, is_little_endian, read_layout
 from sharding.formats.arrow.schema import (
     BROKEN,
@@ -131,7 +131,7 @@ class ArrowFileFormat(TabularFormat):
         footer = _own_footer(block)
         try:
             names, roots = _names(footer)
-            block.check_columns(columns, names)
+            check_columns(columns, names, block)
             fields = None if columns is None else sorted({roots[names.index(name)] for name in columns})
             stream = pa.PythonFile(_TwoInOne(footer, data), "r")
             options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields)

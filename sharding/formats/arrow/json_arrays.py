@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from sharding.arrow_arrays import bits, list_array, number_array, text_array, valid_of
+from sharding.arrow_arrays import MOST, bits, number_array, text_array, valid_of
 
 Text = bytes | msgspec.Raw
 """The JSON text of one value."""
@@ -40,6 +40,16 @@ def array_of(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
         lengths = np.fromiter(map(len, lists), np.int64, len(lists))
         return list_array(lengths, valid, array_of(list(chain.from_iterable(lists)), kind.value_type))
     return _numbers(values, kind)
+
+
+def list_array(lengths: NDArray[np.int64], valid: NDArray[np.bool_] | None, items: pa.Array) -> pa.Array:
+    """Return lists of so many items each, which follow one another; `valid`: those that are no nulls."""
+    if len(items) > MOST:
+        raise OverflowError(f"{len(items):,} items in lists of one row group: give a smaller row_group_size")
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    buffers = [None if valid is None or valid.all() else bits(valid), pa.py_buffer(offsets)]
+    return pa.Array.from_buffers(pa.list_(items.type), len(lengths), buffers, children=[items])
 
 
 def integer_lists(raws: Sequence[Text], kind: pa.DataType) -> pa.Array:

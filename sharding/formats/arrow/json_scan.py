@@ -268,7 +268,7 @@ def _is_utf8(text: str) -> bool:
 
 
 _Counted = tuple[SchemaInferrer, int, int]
-"""A key of lines that may hold nothing new: those that hold a value of it, and the elements of lists."""
+"""A key in lines that may hold nothing new, the lines that hold a value of it, and elements of its lists."""
 
 
 class _ScannedRow:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan
 from sharding.compression import WINDOW_BYTES, compression_of, decompress, open_decompressed
 from sharding.errors import CorruptShardError
-from sharding.formats.arrow.columns import TabularFormat, columns_of
+from sharding.formats.arrow.columns import TabularFormat, check_columns, columns_of
 from sharding.formats.arrow.json_lines import LineError, LineReader, lines_of, starts_of_lines
 from sharding.formats.arrow.json_scan import LineScanner, note_doubled
 from sharding.formats.arrow.json_types import JSON_TEXT, UNREADABLE, SchemaInferrer, problem_of
@@ -158,7 +158,7 @@ class JsonlFormat(TabularFormat):
         """`texts`: columns that are kept as text, whatever they are here."""
         footer = bytes(block.footer)
         fields = dict(leaves(schema_in(footer)))
-        block.check_columns(columns, fields)
+        check_columns(columns, fields, block)
         for name in fields if columns is None else columns:
             if fields[name].type == UNREADABLE:
                 raise block.shard.corrupt(problem_of(fields[name]), stage="decode")

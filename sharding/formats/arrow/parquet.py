@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from sharding.blocks import DECIMAL, Block, ColumnSpec, Shard, ShardScan
 from sharding.errors import ShardError
-from sharding.formats.arrow.columns import TabularFormat, flattened
+from sharding.formats.arrow.columns import TabularFormat, check_columns, flattened
 from sharding.formats.arrow.schema import (
     BROKEN,
     NUMBER_BYTES,
@@ -124,7 +124,7 @@ class ParquetFormat(TabularFormat):
     def table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
         """The wanted columns of a row group, see `TabularFormat.table`. Encrypted pages are an error, too."""
         footer, group = _indexed(block)
-        block.check_columns(columns, footer.names)
+        check_columns(columns, footer.names, block)
         wanted = footer.names.values() if columns is None else [footer.names[name] for name in columns]
         names = list(dict.fromkeys(leaf for leaves in wanted for leaf in leaves))
         try:
@@ -172,7 +172,7 @@ class ParquetFormat(TabularFormat):
         Ranges less than 64 KiB apart are joined. Raises `CorruptShardError` for an unknown column.
         """
         footer, number = _indexed(block)
-        block.check_columns(columns, footer.names)
+        check_columns(columns, footer.names, block)
         group = footer.metadata.row_group(number)
         pairs = zip(_chunk_ranges(group), map(group.column, range(group.num_columns)), strict=True)
         return _joined([one for one, chunk in pairs if _belongs(chunk.path_in_schema, columns)])

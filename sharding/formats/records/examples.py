@@ -20,8 +20,8 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from sharding.blocks import MISSING, Column, ColumnSpec, Masked, Spans
-from sharding.byte_lists import joined_lists
 from sharding.core.library import address_of, library
+from sharding.formats.gathering import gathered_lists
 from sharding.formats.records.wire import WireError, numbers_in, unharmed, whole_numbers
 from sharding.spans import Bytes, Ints, gathered
 
@@ -263,8 +263,7 @@ def column(data: Bytes, entries: Entries, name: str, spec: ColumnSpec, num_recor
     if spec.kind == "list":
         starts[record], lengths[record] = np.cumsum(counts) - counts, counts
         return Spans(values.numbers.astype(spec.dtype, copy=False), starts, lengths)
-    sizes = values.spans[:, 1]
-    lists = joined_lists(counts, sizes, gathered(data, values.spans[:, 0], sizes))
+    lists = gathered_lists(counts, Spans(data, *values.spans.T))
     starts[record], lengths[record] = lists.starts, lists.lengths
     return structs.replace(lists, starts=starts, lengths=lengths)
 

@@ -145,8 +145,9 @@ class RecordFormat(Format):
     def decode_as(self, block: Block, data: memoryview, specs: Mapping[str, ColumnSpec | None]) -> Columns:
         """See `Format.decode_as`; raises as `decode` does."""
         own = _specs_in(bytes(block.footer))
-        block.check_columns(specs, own)
         for name in specs:
+            if name not in own:
+                raise block.corrupt(f"no column {name!r}; the shard has {', '.join(own) or 'no columns'}")
             if own[name].kind in ("other", "unreadable"):
                 raise block.corrupt(f"column {name!r} cannot be delivered: {own[name].note}")
         if not specs:

@@ -106,7 +106,9 @@ class SampleLayout(Struct, frozen=True):
         if columns is None:
             return [*self.columns]
         known = {column.name: column for column in self.columns}
-        block.check_columns(columns, known)
+        for name in columns:
+            if name not in known:
+                raise block.corrupt(f"no column {name!r}; the shard has {', '.join(known)}")
         return [known[name] for name in columns]
 
     def spans(self, starts: Ints, free: Ints) -> dict[str, tuple[Ints, Ints]]:

@@ -19,7 +19,8 @@ import pyarrow as pa
 
 from sharding.blocks import Block, Shard
 from sharding.errors import CorruptShardError, ShardReadError
-from sharding.spans import Bytes, Ints, cuts_within, numbers_at
+from sharding.formats.gathering import cuts_within
+from sharding.spans import Bytes, Ints, numbers_at
 from sharding.urls import file_name
 
 CODECS = {".zstd": "zstd", ".gz": "gzip", ".br": "brotli", ".bz2": "bz2", ".snappy": "snappy"}

@@ -10,9 +10,10 @@ from collections.abc import Callable
 import numpy as np
 
 from sharding.blocks import Spans
-from sharding.byte_lists import ByteLists, joined_lists
+from sharding.byte_lists import ByteLists
+from sharding.formats.gathering import gathered_lists
 from sharding.formats.streaming.offset_table import words_at
-from sharding.spans import Bytes, Ints, gathered
+from sharding.spans import Bytes, Ints
 
 _PNM = {"L": ("P5", 1), "P": ("P5", 1), "RGB": ("P6", 3), "RGBA": ("P6", 4)}
 """By Pillow's mode: the sign of the PNM file that has the same bytes, but for transparency; bytes a pixel."""
@@ -109,6 +110,4 @@ def byte_lists(
     items = Spans(buffer, np.repeat(begins - ends[first], counts) + ends[:-1], sizes)
     if of_pixels:
         items = pixels_as_files(buffer, items.starts, items.lengths, corrupt)
-    return joined_lists(
-        counts, items.lengths, gathered(items.buffer.view(np.uint8), items.starts, items.lengths)
-    )
+    return gathered_lists(counts, items)

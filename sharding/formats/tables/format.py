@@ -22,6 +22,7 @@ from msgspec import Struct
 from sharding.arrow_arrays import number_array
 from sharding.blocks import Block, ColumnSpec, Shard, ShardScan
 from sharding.errors import ShardError
+from sharding.formats.arrow.columns import check_columns
 from sharding.formats.arrow.parquet import ParquetFormat
 from sharding.formats.arrow.schema import (
     BROKEN,
@@ -123,7 +124,7 @@ class TableFormat(ParquetFormat):
         """The wanted columns of a row group under their names and types in the table."""
         opened = _opened_of(block)
         names = opened.names if columns is None else columns
-        block.check_columns(columns, opened.names)
+        check_columns(columns, opened.names, block)
         wanted = {name: opened.stored[name] for name in names if name in opened.stored}
         found = super().table(_plain(block, opened), data, list(wanted.values())) if wanted else None
         arrays: dict[str, pa.Array | pa.ChunkedArray] = {}
@@ -156,7 +157,7 @@ class TableFormat(ParquetFormat):
     def select(self, block: Block, columns: Sequence[str]) -> list[tuple[int, int]]:
         """Byte ranges of the wanted columns that are stored; see `ParquetFormat.select`."""
         opened = _opened_of(block)
-        block.check_columns(columns, opened.names)
+        check_columns(columns, opened.names, block)
         stored = [opened.stored[name] for name in columns if name in opened.stored]
         return super().select(_plain(block, opened), stored) if stored else []
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from sharding.blocks import Block, Shard, ShardScan
 from sharding.errors import CorruptShardError
-from sharding.formats.arrow.columns import TabularFormat
+from sharding.formats.arrow.columns import TabularFormat, check_columns
 from sharding.formats.arrow.jsonl import whole_lines
 from sharding.formats.arrow.schema import BROKEN, schema_in, specs_of
 from sharding.formats.tables.separated import read_separated, separator_of
@@ -57,7 +57,7 @@ class TextFormat(TabularFormat):
         """See `TabularFormat.table`."""
         import pyarrow.compute as pc
 
-        block.check_columns(columns, _SCHEMA.names)
+        check_columns(columns, _SCHEMA.names, block)
         lines = bytes(data)
         check_text(block.shard.url, lines, block.offset, stage="decode")
         if not lines.endswith(b"\n") and block.offset + block.length < block.shard.size:
@@ -126,7 +126,7 @@ class SeparatedFormat(TabularFormat):
     def table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
         """See `TabularFormat.table`."""
         schema = schema_in(bytes(block.footer))
-        block.check_columns(columns, schema.names)
+        check_columns(columns, schema.names, block)
         # A column is read also where none is wanted: it tells the number of rows.
         wanted = schema.names if columns is None else columns
         known = pa.schema([schema.field(name) for name in wanted or schema.names[:1]])

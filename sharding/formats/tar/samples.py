@@ -13,14 +13,14 @@ back behind other samples is an error: webdataset makes two halves of it.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import pyarrow as pa
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from sharding.arrow_arrays import number_array, numpy_view
+from sharding.arrow_arrays import number_array
 from sharding.errors import CorruptShardError
 from sharding.formats.tar.links import link_targets
 from sharding.formats.tar.members import Members
@@ -103,7 +103,7 @@ def group_members(members: Members, url: str) -> Samples:
     sample, first = np.cumsum(begins) - 1, np.flatnonzero(begins)
     coded = named.extensions.dictionary_encode()
     texts = [text.decode(errors="surrogateescape").lower() for text in coded.dictionary.to_pylist()]
-    number = numpy_view(coded.indices)
+    number = _numbers(coded.indices)
     _refuse_misnamed(number, texts, named)
     columns = tuple(sorted(set(texts)))
     column = np.array([columns.index(text) for text in texts], np.int64)[number]
@@ -123,7 +123,7 @@ def group_members(members: Members, url: str) -> Samples:
         first=first,
         keys=keys,
         key_start=members.name_start[rows[first]],
-        key_length=numpy_view(pc.binary_length(keys)),
+        key_length=_numbers(pc.binary_length(keys)),
         num_passed_over=len(members) - len(rows),
     )
 
@@ -135,12 +135,16 @@ def split_name(name: bytes) -> tuple[bytes, bytes] | None:
 
 
 def _flags(array: pa.BooleanArray) -> NDArray[np.bool_]:
-    return numpy_view(array.cast(pa.uint8())).view(np.bool_)
+    return _numbers(array.cast(pa.uint8())).view(np.bool_)
+
+
+def _numbers(array: pa.Array) -> NDArray[Any]:
+    return np.from_dlpack(array)  # no copy; `to_numpy` would import pandas
 
 
 def _first_repeated(array: pa.Array) -> tuple[int, int] | None:
     """The first value that was there before: its place, and that of the one before it; None: all differ."""
-    numbers = numpy_view(array.dictionary_encode().indices)  # in the order of their first places
+    numbers = _numbers(array.dictionary_encode().indices)  # in the order of their first places
     repeated = np.flatnonzero(numbers != np.arange(len(numbers)))
     return (int(repeated[0]), int(numbers[repeated[0]])) if len(repeated) else None
 

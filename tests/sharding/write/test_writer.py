@@ -192,7 +192,7 @@ def test_parquet_row_groups_have_their_size_and_absent_values_are_null(tmp_path:
 def test_parquet_columns_of_more_bytes_than_an_array_holds_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sharding.arrow_arrays._MOST", 20)
+    monkeypatch.setattr("sharding.arrow_arrays.MOST", 20)
     rows = [{"text": f"text {i}", "data": bytes(5)} for i in range(6)]
     write_all(f"{tmp_path}/a.parquet", rows)
     assert pq.read_table(tmp_path / "a.parquet").to_pylist() == rows
