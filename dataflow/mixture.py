@@ -299,10 +299,6 @@ class Mixture(Sharded):
         `interleaving`: the epoch's, where shares count tokens.
         """
         shuffle = shuffle.resolved()
-
-        def order(source: int, source_epoch: int) -> SelectedOrder:
-            return self._order(source, source_epoch, shuffle, seed)
-
         return MixtureWindows(
             interleaving or self.spec.epoch(epoch),
             seed=seed,
@@ -310,7 +306,7 @@ class Mixture(Sharded):
             shuffle=shuffle,
             sizes=[len(source) for source in self.sources],
             num_blocks=[int(np.count_nonzero(source.selection.num_samples)) for source in self.sources],
-            orders=order,
+            orders=lambda source, source_epoch: self._order(source, source_epoch, shuffle, seed),
         )
 
     def _shown(self) -> Iterator[Row]:

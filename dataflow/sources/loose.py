@@ -16,6 +16,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import methodcaller
 from typing import Any
 from urllib.parse import quote
 
@@ -245,7 +246,7 @@ def _of_folder(
     is_split = filled == {name for name in filled if _split_of(name)}
     if len(splits) > 1 or (is_split and all(path.count("/") > 1 for path in samples)):
         raise _of_several_splits(url, top, "")
-    if nested := [path for path in found.files if file_name(path) in MANIFESTS]:
+    if nested := [path for path in found.files if path.rpartition("/")[2] in MANIFESTS]:
         raise ValueError(
             f"{identity_of(url)} has a manifest in a folder below, {nested[0]!r}: give that folder as the "
             f"source, or the table by manifest=, with names from {identity_of(url)} on"
@@ -272,15 +273,12 @@ def _of_folder(
         )
     names = top if classes is None else list(classes)
     number_of = {name: number for number, name in enumerate(names)}
-
-    def place(path: str) -> tuple[int, str, str]:
-        folder, _, name = path.rpartition("/")
-        return number_of[path.partition("/")[0]], folder, name
-
-    paths = sorted((path for path in samples if "/" in path), key=place)
-    numbers = np.array([place(path)[0] for path in paths], np.int32)
+    paths = sorted((path for path in samples if "/" in path), key=methodcaller("rpartition", "/"))
+    numbers = np.array([number_of[path.partition("/")[0]] for path in paths], np.int32)
+    by_class = np.argsort(numbers, kind="stable")
+    paths = [paths[at] for at in by_class.tolist()]
     files = _loose(url, paths, [samples[path] for path in paths], num_files - len(paths))
-    files = structs.replace(files, class_numbers=numbers, class_names=names)
+    files = structs.replace(files, class_numbers=numbers[by_class], class_names=names)
     if names == top:
         return files
     digest = hashlib.blake2b(json.dumps(names).encode(), digest_size=8).hexdigest()

@@ -173,7 +173,11 @@ def catalog_of(
             num_samples += int(result[1].num_samples.sum())
         if progress:
             progress(count, len(urls), num_samples)
-    _raise_first(failures, len(urls))
+    if len(failures) > 1:
+        also = f"{len(failures) - 1} of the other {len(urls) - 1} shards cannot be indexed either"
+        failures[0].add_note(f"{also}, the last of them {failures[-1]}")
+    if failures:
+        raise failures[0]
     if num_samples == 0:
         passed_over = sum(codec.num_passed_over(scan.footer) for scan in scans)
         other = f", and {passed_over} files that are hidden or have no extension" if passed_over else ""
@@ -200,16 +204,15 @@ def _missing(scans: Sequence[ShardScan]) -> dict[str, tuple[int, str]]:
     """Return the first sample that lacks each column that any lacks, as `Catalog.missing` has it."""
     first: dict[str, tuple[int, str]] = {}
     names = {name for scan in scans if scan.num_samples.any() for name in scan.schema}
-    known: dict[frozenset[str], frozenset[str]] = {}
+    seen: set[frozenset[str]] = set()
     for number, scan in enumerate(scans):
         for name, what in scan.missing.items():
             first.setdefault(name, (number, what))
         if scan.num_samples.any():
             own = frozenset(scan.schema)
-            if own not in known:  # of each set of columns once
-                known[own] = frozenset(names - own)
-                for name in known[own]:
-                    first.setdefault(name, (number, ""))
+            for name in names - own if own not in seen else ():  # of each set of columns once
+                first.setdefault(name, (number, ""))
+            seen.add(own)
     return first
 
 
@@ -268,27 +271,17 @@ def _refuse_compressed(named: Mapping[str, BinaryIO], entry: FormatEntry | None)
     Asked where indexing fails or finds nothing, so that no shard costs a read more.
     """
     for url, file in named.items():
-        if entry and (entry.listed_name or file_name(url).lower().endswith(entry.compressions)):
+        if entry is None or entry.listed_name or file_name(url).lower().endswith(entry.compressions):
             continue  # they tell themselves how they are compressed
         file.seek(0)
         head = file.read(HEAD_BYTES)
         file.seek(0)
-        reason = entry and misnamed(head, url, may_be_compressed=entry.may_be_compressed)
-        if reason:
+        if reason := misnamed(head, url, may_be_compressed=entry.may_be_compressed):
             if is_http(url) and not is_chain(url) and compression_in(head) == "gzip":
                 reason += (
                     "; or, if it comes with 'Content-Encoding: gzip', put 'simplecache::' before the URL"
                 )
             raise CorruptShardError(identity_of(url), reason, offset=0, stage="index")
-
-
-def _raise_first(failed: Sequence[ShardError], num_shards: int) -> None:
-    if not failed:
-        return
-    if len(failed) > 1:
-        also = f"{len(failed) - 1} of the other {num_shards - 1} shards cannot be indexed either"
-        failed[0].add_note(f"{also}, the last of them {failed[-1]}")
-    raise failed[0]
 
 
 def changes(

@@ -2,5 +2,6 @@
 
 In: weights, sizes of the sources (or lengths of their samples), a stop rule. Out: source and index of every
 position, and back. Read `shares` first (the exact sequence of draws), then `weight_steps` (weights that were
-set), `interleaving`, `token_schedule` (shares of tokens) and `windows` (their orders joined).
+set), `interleaving`, `token_schedule` (shares of tokens) and `windows` (their orders joined); `inverse` tells
+where samples of any order come.
 """

@@ -120,8 +120,8 @@ class WindowTable(Struct, frozen=True, eq=False, kw_only=True):
 
     def _pieces(self, cells: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The pieces of some cells, and their samples."""
-        bounds = zip(self.cell_piece[cells].tolist(), self.cell_piece[cells + 1].tolist(), strict=True)
-        pieces = np.concatenate([np.arange(first, last) for first, last in bounds])
+        first = self.cell_piece[cells]
+        pieces = ranges(first, self.cell_piece[cells + 1] - first)
         return pieces, self.piece_start[pieces + 1] - self.piece_start[pieces]
 
 
