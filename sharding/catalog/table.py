@@ -56,6 +56,9 @@ MOST_IN_BLOCK = 1 << 28
 _MOST_BYTES = 1 << 60
 """The bytes of all blocks together, at most: sums stay far from the end of an int64."""
 
+_UNFIT = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
+"""What facts of other types or values raise, where they are made use of."""
+
 
 class BlockTable(Struct, frozen=True, eq=False, kw_only=True):
     """A table of all blocks. All arrays are [num_blocks], in reading order, and read-only."""
@@ -407,14 +410,7 @@ class Catalog:
             if catalog.url != url and (password_of := folder_of(url)) != (folder := folder_of(catalog.url)):
                 beside = (one for one in catalog.urls if one.startswith(folder))
                 catalog = catalog.signed_by(password_of + one.removeprefix(folder) for one in beside)
-        except (
-            AttributeError,
-            LookupError,
-            OverflowError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except _UNFIT as error:
             raise damaged(url, error) from error
         return catalog
 
