@@ -35,19 +35,14 @@ def shard_indices(locations: Sequence[tuple[object, ...]]) -> list[int]:
     """
     if len({len(location) for location in locations}) > 1:
         raise ValueError("all ranks need the same facts, such as (rack, node); leave out what some lack")
+    places = [[location[:depth] for depth in range(1, len(location) + 1)] for location in locations]
     first: dict[tuple[object, ...], int] = {}
-    for rank, location in enumerate(locations):
-        for depth in range(1, len(location) + 1):
-            first.setdefault(location[:depth], rank)
-
-    def key(rank: int) -> tuple[int, ...]:
-        location = locations[rank]
-        return (*(first[location[:depth]] for depth in range(1, len(location) + 1)), rank)
-
-    out = [0] * len(locations)
-    for shard_index, rank in enumerate(sorted(range(len(locations)), key=key)):
-        out[rank] = shard_index
-    return out
+    for rank, place in enumerate(places):
+        for part in place:
+            first.setdefault(part, rank)
+    ranks = sorted(range(len(locations)), key=lambda rank: [first[part] for part in places[rank]])
+    indices: list[int] = np.argsort(ranks).tolist()
+    return indices
 
 
 def shard_index_of(topology: Topology) -> int:
