@@ -252,10 +252,7 @@ def columns_beside(
     """
     names = {output.name for output in own}
     if on[0] == on[1]:  # the key itself is the same value twice
-        is_key = [
-            output.name in names and output.name == on[0] and output.sources == (on[0],) for output in others
-        ]
-        others = [output for output, same in zip(others, is_key, strict=True) if not same]
+        others = [o for o in others if o.name not in names or (o.name, o.sources) != (on[0], (on[0],))]
     clashing = [output.name for output in others if output.name in names]
     if clashing and suffix is None:
         raise ValueError(
