@@ -57,7 +57,7 @@ _MOST_BYTES = 1 << 60
 """The bytes of all blocks together, at most: sums stay far from the end of an int64."""
 
 _UNFIT = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
-"""What facts of other types or values raise, where they are made use of."""
+"""Errors that facts of other types or values raise, where they are made use of."""
 
 
 class BlockTable(Struct, frozen=True, eq=False, kw_only=True):

@@ -120,8 +120,8 @@ class WindowTable(Struct, frozen=True, eq=False, kw_only=True):
 
     def _pieces(self, cells: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The pieces of some cells, and their samples."""
-        first = self.cell_piece[cells]
-        pieces = ranges(first, self.cell_piece[cells + 1] - first)
+        bounds = zip(self.cell_piece[cells].tolist(), self.cell_piece[cells + 1].tolist(), strict=True)
+        pieces = np.concatenate([np.arange(first, last) for first, last in bounds])
         return pieces, self.piece_start[pieces + 1] - self.piece_start[pieces]
 
 
