@@ -28,6 +28,13 @@ OUTSIDE = {
     "conversion and executors": ("dataflow.conversion", "dataflow.engines", "dataflow.sources.tasks"),
     "Ray": ("dataflow.actors",),
     "joins": ("dataflow.joins",),
+    "writers of shards": (
+        "sharding.write.arrays",
+        "sharding.write.shard",
+        "sharding.write.tokens",
+        "sharding.write.values",
+        "sharding.write.writer",
+    ),
     "steps explained, found, passed over": (
         "dataflow.explain",
         "sharding.mixture.inverse",

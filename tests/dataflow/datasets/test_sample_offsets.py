@@ -98,7 +98,6 @@ def other_ways(this: Made, other: Made, row: dict[str, Any]) -> dict[str, Any]:
     keys = "__key__" if "cls" in row else "label"
 
     def joined() -> Any:
-        pytest.importorskip("dataflow.joins")  # outside of the core
         view = this.open().join(other.open(columns={"beside": "txt"}), on=(keys, keys))
         view.transform = refuses
         return view

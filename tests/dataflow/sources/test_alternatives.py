@@ -153,7 +153,6 @@ def test_a_sample_that_lacks_an_image_is_told_of_the_others(shards: str) -> None
 
 @pytest.mark.reads_here
 def test_a_join_takes_alternatives_of_either_side(shards: str, tmp_path: Path) -> None:
-    pytest.importorskip("dataflow.joins")
     captions = tmp_path / "captions.parquet"
     pq.write_table(
         pa.table({"id": [f"{n:03d}" for n in range(40)], "caption": list(map(str, range(40)))}), captions

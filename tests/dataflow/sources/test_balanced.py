@@ -133,7 +133,6 @@ def test_a_label_that_is_none_names_its_sample(tmp_path: Path) -> None:
 def test_a_balanced_dataset_is_streamed_and_nothing_else_that_would_lose_the_balance(
     tars: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("dataflow.joins")
     dataset = opened(tars).balanced("cls")
     for view in (lambda: dataset.take(3), lambda: dataset.split({"a": 0.5, "b": 0.5})):
         with pytest.raises(ValueError, match="then balanced"):

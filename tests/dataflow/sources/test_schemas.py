@@ -85,7 +85,6 @@ CLASHES: dict[str, tuple[pa.Array, pa.Array]] = {
 def test_a_clash_is_an_error_of_who_asks_for_the_column_alone(
     tmp_path: Path, ending: str, clash: str
 ) -> None:
-    pytest.importorskip("dataflow.joins")
     source = write(tmp_path, ending, of_x(*CLASHES[clash]))
     assert delivered(source, "row", columns=["row"]) == [0, 1]
     assert list(ShardedDataset(source, columns=["row"]).schema.conflicts) == ["x"]
@@ -136,7 +135,6 @@ def test_classes_of_other_names_and_other_nested_types_are_no_matter_of_other_co
 
 
 def test_features_go_by_the_names_that_columns_are_delivered_by(tmp_path: Path) -> None:
-    pytest.importorskip("dataflow.joins")
     label, value = {"_type": "ClassLabel", "names": ["a", "b"]}, {"_type": "Value", "dtype": "int64"}
     metadata = {
         "huggingface": json.dumps(
@@ -397,7 +395,6 @@ def test_a_time_compared_with_one_of_no_zone_says_what_to_write(
 
 
 def test_keys_lengths_and_labels_are_read_of_shards_that_have_them(tmp_path: Path) -> None:
-    pytest.importorskip("dataflow.joins")
     tables = of_x(pa.array([4], pa.int32()), [1, 2**40], pa.nulls(1))
     source = write(tmp_path / "own", "parquet", [*tables, pa.table({"row": [4]})])
     dataset: ShardedDataset = ShardedDataset(source, columns=["row"])

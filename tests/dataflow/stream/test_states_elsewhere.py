@@ -114,10 +114,7 @@ DIFFERENCES = {
     ),
     "a joined column": Differs(
         lines,
-        lambda f: (
-            pytest.importorskip("dataflow.joins")
-            and lines(f).join(lines(f, columns={"n": "n", "more": "tokens"}), on="n")
-        ),
+        lambda f: lines(f).join(lines(f, columns={"n": "n", "more": "tokens"}), on="n"),
         r"no joins, .* joined data \w+",
         "the join that it had, or none",
     ),
