@@ -7,7 +7,7 @@ import pickle
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -17,9 +17,9 @@ import cloudpickle
 
 from dataflow.conversion.folder import ConversionError, index_name
 from dataflow.conversion.plan import Plan
-from dataflow.conversion.rows import StoredRows
+from dataflow.conversion.rows import GivenRows, StoredRows
 from dataflow.conversion.source import ConvertSource
-from dataflow.conversion.work import NewSamples, TaskSpec, write_packed, write_shard
+from dataflow.conversion.work import TaskSpec, write_packed, write_shard
 from dataflow.engines import engine, process_pool, run_all
 from dataflow.progress.bar import ProgressBar
 from sharding.errors import DataflowError
@@ -74,32 +74,23 @@ def write_all(
     if any(protocol_of(url) == "memory" for url in urls):
         workers = 1  # no other process sees it
     workers = workers or len(os.sched_getaffinity(0))
+    written: Iterable[tuple[int, dict[str, Any]]]
     try:
-        if executor is None and (workers == 1 or len(missing) == 1):
-            written: Iterable[tuple[int, dict[str, Any]]] = (
-                (at, write_shard(task, number)) for at, number in enumerate(missing)
-            )
-            _noted(written, missing, receipts, shown)
-            return
-        call = partial(write_packed, _packed(task))
-        with nullcontext(executor) if executor else engine("processes", workers=workers) as pool:
-            _noted(run_all(pool, call, missing), missing, receipts, shown)
+        with ExitStack() as opened:
+            if executor is None and (workers == 1 or len(missing) == 1):
+                written = enumerate(write_shard(task, number) for number in missing)
+            else:
+                call = partial(write_packed, _packed(task))
+                pool = executor or opened.enter_context(engine("processes", workers=workers))
+                written = run_all(pool, call, missing)
+            for at, receipt in written:
+                receipts[missing[at]] = receipt
+                shown.add(receipt)
     except (DataflowError, KeyboardInterrupt) as error:
         error.add_note(
             f"{len(receipts)} of {len(task.bounds) - 1} shards are finished: start it again to go on"
         )
         raise
-
-
-def _noted(
-    written: Iterable[tuple[int, dict[str, Any]]],
-    numbers: list[int],
-    receipts: dict[int, dict[str, Any]],
-    shown: ShownShards,
-) -> None:
-    for at, receipt in written:
-        receipts[numbers[at]] = receipt
-        shown.add(receipt)
 
 
 def warm_up(source: Any, to: str, functions: Iterable[Any]) -> None:
@@ -140,8 +131,8 @@ def write_iterable(
     items, number = source.items(), 0
     while samples := list(islice(items, shard_samples)):
         if number not in receipts:
-            given = NewSamples(first=number * shard_samples, samples=samples)
-            receipts[number] = write_shard(task, number, given)
+            rows = GivenRows(samples, number * shard_samples)
+            receipts[number] = write_shard(replace(task, rows=rows), number)
             shown.add(receipts[number])
         elif receipts[number]["read"] != len(samples):
             had = receipts[number]["read"]

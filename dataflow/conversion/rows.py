@@ -7,7 +7,7 @@ join or `decode=` of the user's own gives what it delivers.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import replace
@@ -178,9 +178,25 @@ class DeliveredRows:
 
     def batches(self, positions: Ints) -> Iterator[list[Any]]:
         """See `Rows`."""
-        for first in range(0, len(positions), _AT_ONCE):
-            yield list(self._get(positions[first : first + _AT_ONCE].tolist()))
-
-    def _get(self, indices: Sequence[int]) -> Sequence[Any]:
         get = getattr(self.dataset, "__getitems__", None)
-        return get(list(indices)) if get is not None else [self.dataset[index] for index in indices]
+        for first in range(0, len(positions), _AT_ONCE):
+            indices = positions[first : first + _AT_ONCE].tolist()
+            yield list(get(indices)) if get is not None else [self.dataset[index] for index in indices]
+
+
+class GivenRows:
+    """Samples that an iterable has given; `first`: the number of the first of them."""
+
+    def __init__(self, samples: list[Any], first: int = 0) -> None:
+        self.samples, self.first = samples, first
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def named(self, position: int) -> tuple[str, str]:
+        """See `Rows`."""
+        return "the iterable", str(position)
+
+    def batches(self, positions: Ints) -> Iterator[list[Any]]:
+        """See `Rows`."""
+        yield [self.samples[at] for at in (positions - self.first).tolist()]

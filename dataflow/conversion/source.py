@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -16,17 +16,15 @@ import pyarrow.compute as pc
 from dataflow.conversion.folder import OutputFolder
 from dataflow.conversion.identity import described
 from dataflow.conversion.plan import Plan, bounds_by_bytes, bounds_by_count
-from dataflow.conversion.rows import KEY, DeliveredRows, Rows, StoredRows
+from dataflow.conversion.rows import KEY, DeliveredRows, GivenRows, Rows, StoredRows
 from dataflow.conversion.target import TOKENS, Target, targets_of, with_schema
 from dataflow.conversion.values import with_types
 from dataflow.conversion.work import (
     ROW_GROUP_BYTES,
     WINDOW_BLOCKS,
-    NewSamples,
     ProducedSamples,
     TaskSpec,
     fitted_rows,
-    given_rows,
 )
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import parse_bytes
@@ -124,13 +122,12 @@ class ConvertSource:
     ) -> None:
         self.source, self.to, self.map, self.filter, self.shuffle = source, to, map, filter, shuffle
         self._schema, self._batch_size = schema, batch_size
-        self.rows: Rows | None = None
+        self.rows: Rows
         self._has_whole_blocks = False
         """True if shards have whole blocks of the source, as `plan` finds."""
         self._are_members = False
         """True if values are members of tars that go to tars as they are."""
         self._iterated: Iterator[Any] | None = None
-        self._seen: list[Any] = []
         self._datasets: list[ShardedDataset[Any]] = []
         self._failed: Exception | None = None
         if isinstance(source, ShardedDataset):
@@ -159,6 +156,8 @@ class ConvertSource:
             raise ValueError(
                 "an iterable has no order to shuffle: write it first, and shuffle what was written"
             )
+        else:
+            self.rows = GivenRows([])  # its first samples, once they are looked at
 
     def files(self) -> Iterator[str]:
         """Yield the URLs of all shards that are read, also by functions, once `identities` found them."""
@@ -203,7 +202,7 @@ class ConvertSource:
             values["join"] = tuple((join.other, join.matches) for join in source.joins)
         else:
             named, facts = f"{type(source).__module__}.{type(source).__qualname__}", source
-            named += "" if self.rows is None else f" of {len(self.rows)}"
+            named += "" if isinstance(self.rows, GivenRows) else f" of {len(self.rows)}"
         told, unknown = described({"source": facts, **values}, self._known)
         return f"{named} {told.pop('source').rpartition(' ')[2]}", told, unknown
 
@@ -234,7 +233,7 @@ class ConvertSource:
         if isinstance(self.source, ShardedDataset) and shard_samples is None:
             size = parse_bytes(shard_size) if isinstance(shard_size, str) else shard_size
             bounds = self._by_bytes(DEFAULT_SHARD_BYTES if size is None else size)
-        elif self.rows is not None:
+        elif not isinstance(self.rows, GivenRows):
             bounds = bounds_by_count(len(self.rows), shard_samples or DEFAULT_SHARD_SAMPLES)
         else:
             shard_samples = shard_samples or DEFAULT_SHARD_SAMPLES
@@ -332,31 +331,25 @@ class ConvertSource:
             way="samples",
             batch_size=self._batch_size,
         )
-        if self.rows is None:
-            self._look()
-            samples = _some_of(given_rows(probe, NewSamples(first=0, samples=self._seen)))
-        else:
-            samples = _some_of(fitted_rows(probe, np.arange(min(len(self.rows), _LOOKED_AT), dtype=np.int64)))
+        if isinstance(self.rows, GivenRows):
+            self._look(self.rows.samples)
+        samples = _some_of(fitted_rows(probe, np.arange(min(len(self.rows), _LOOKED_AT), dtype=np.int64)))
         if not samples:
             raise ValueError(f"no sample is left of the first {_LOOKED_AT:,}: see filter= and map=")
         sizes = [sum(_size_of(value) for value in sample.values()) for sample in samples]
         return samples, sum(sizes) // len(sizes)
 
-    def _look(self) -> None:
+    def _look(self, seen: list[Any]) -> None:
         """Take the first items of an iterable; an error of it is for whoever comes to its item."""
         self._iterated = iter(self.source)
-        while len(self._seen) < _PROBED:
-            try:
-                self._seen.append(next(self._iterated))
-            except StopIteration:
-                return
-            except Exception as error:
-                self._failed = error
-                return
+        try:
+            seen.extend(islice(self._iterated, _PROBED))  # those before an error stay
+        except Exception as error:
+            self._failed = error
 
     def items(self) -> Iterator[Any]:
         """The items of an iterable, those that were looked at included."""
-        yield from self._seen
+        yield from self.rows.samples if isinstance(self.rows, GivenRows) else ()
         if self._failed is not None:
             raise self._failed
         yield from iter(self.source) if self._iterated is None else self._iterated

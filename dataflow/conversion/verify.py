@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -14,19 +14,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from dataflow.conversion.folder import ConversionError
-from dataflow.conversion.rows import KEY, StoredRows
+from dataflow.conversion.rows import KEY, GivenRows, StoredRows
 from dataflow.conversion.source import ConvertSource, stored_rows
 from dataflow.conversion.target import TOKENS
 from dataflow.conversion.values import with_types
-from dataflow.conversion.work import (
-    NewSamples,
-    ProducedSamples,
-    TaskSpec,
-    as_schema,
-    chosen_tables,
-    fitted_rows,
-    given_rows,
-)
+from dataflow.conversion.work import TaskSpec, as_schema, chosen_tables, fitted_rows
 from dataflow.dataset import ShardedDataset
 from dataflow.progress.bar import ProgressBar
 from sharding.arrow_arrays import number_array
@@ -58,7 +50,7 @@ class Asked:
         if verify is not True and verify < 1:
             raise ValueError(f"verify must be True or a number of samples >= 1, got {verify}")
         again = None
-        if source.rows is None:
+        if isinstance(source.rows, GivenRows):
             if iter(source.source) is source.source:
                 raise ValueError(
                     "verify= reads the source twice, which an iterator cannot be: give an iterable, whose "
@@ -94,14 +86,11 @@ def verify_shards(
     with ProgressBar("comparing", total=len(receipts), unit="shard", visible=progress) as bar:
         for number in sorted(receipts):
             receipt, rows = receipts[number], chosen.get(number)
-            given = None
             if asked.again is not None:
-                given = NewSamples(first=at, samples=list(islice(items, receipt["read"])))
+                task = replace(task, rows=GivenRows(list(islice(items, receipt["read"])), at))
                 at += receipt["read"]
             if rows is not None and len(rows):
-                shard = _ComparedShard(
-                    task=task, number=number, receipt=receipt, rows=rows, first=first, given=given
-                )
+                shard = _ComparedShard(task=task, number=number, receipt=receipt, rows=rows, first=first)
                 shard.compare(result)
                 if asked.dataset is not None and task.target.to not in TOKENS:
                     shard.compare_delivered(asked.dataset, written)
@@ -136,7 +125,6 @@ class _ComparedShard:
     rows: Ints
     first: int
     """Number of its first sample in the result."""
-    given: NewSamples | None
 
     def compare(self, result: StoredRows) -> None:
         """Raise `ConversionError` where a row is not what the source gives."""
@@ -199,26 +187,19 @@ class _ComparedShard:
 
     def _fitted(self) -> Iterator[dict[str, Any]]:
         """The samples of the rows, as the writer was given them."""
-        is_each = self.task.batch_size is None and self.receipt["read"] == self.receipt["samples"]
-        if self.given is None and is_each:
-            positions = self.task.positions(self.number)[self.rows]
-            yield from self._normal(_each(fitted_rows(self.task, positions)))
-            return
-        everything = (
-            fitted_rows(self.task, self.task.positions(self.number))
-            if self.given is None
-            else given_rows(self.task, self.given)
-        )
-        wanted = set(self.rows.tolist())
-        yield from self._normal(one for row, one in enumerate(_each(everything)) if row in wanted)
-
-    def _normal(self, samples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        if self.task.target.to == "megatron":
-            end = [] if self.task.target.end_token is None else [self.task.target.end_token]
-            for sample in samples:
-                yield {"tokens": np.append(sample["tokens"], end).astype(self.task.target.dtype)}
-            return
-        yield from samples
+        positions, target = self.task.positions(self.number), self.task.target
+        wanted: Container[int] = range(len(self.rows))
+        if self.task.batch_size is None and len(positions) == self.receipt["read"] == self.receipt["samples"]:
+            positions = positions[self.rows]
+        else:  # which samples are which rows shows when all are made
+            wanted = set(self.rows.tolist())
+        made = (sample for part in fitted_rows(self.task, positions) for sample in part.samples)
+        end = [] if target.end_token is None else [target.end_token]
+        for row, sample in enumerate(made):
+            if row in wanted and target.to == "megatron":
+                yield {"tokens": np.append(sample["tokens"], end).astype(target.dtype)}
+            elif row in wanted:
+                yield sample
 
     def _as_rows(self) -> Iterator[dict[str, Any]]:
         """The rows as Parquet gives them back."""
@@ -258,10 +239,6 @@ def _rows_of(table: pa.Table) -> Any:
     """The rows of a table; nanoseconds, which Python's times have not, as integers."""
     kinds = with_types(table.schema, lambda kind: pa.int64() if getattr(kind, "unit", "") == "ns" else kind)
     return as_schema(table, kinds).to_pylist()
-
-
-def _each(parts: Iterable[ProducedSamples]) -> Iterator[dict[str, Any]]:
-    return (sample for part in parts for sample in part.samples)
 
 
 def is_same(was: Any, now: Any) -> bool:

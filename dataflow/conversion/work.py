@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from dataflow.batch.transforms import own_form
 from dataflow.conversion.folder import THREADS, ConversionError, OutputFolder, index_name, write_errors
-from dataflow.conversion.rows import KEY, Rows, Sample, StoredRows
+from dataflow.conversion.rows import KEY, GivenRows, Rows, Sample, StoredRows
 from dataflow.conversion.target import SUFFIXES, TOKENS, Target
 from prefetch.store.reader import StoreReader
 from sharding.arrow_arrays import number_array
@@ -49,8 +49,8 @@ _TOGETHER = 256
 class TaskSpec:
     """All that a worker has to know. Picklable."""
 
-    rows: Rows | None
-    """The samples by position; None: they come from an iterable."""
+    rows: Rows
+    """The samples by position; of an iterable, those of a shard."""
     map: Callable[..., Any] | None
     filter: Callable[..., Any] | None
     target: Target
@@ -58,6 +58,7 @@ class TaskSpec:
     digest: str
     """Identity of the plan."""
     bounds: Sequence[int]
+    """Where shards begin and the last ends, in positions; (): of an iterable, nobody knows before."""
     seed: int | None
     """Seed of the order: of shards in windows of blocks, of others of all samples; None: the source's."""
     checksum: bool
@@ -77,6 +78,8 @@ class TaskSpec:
 
     def positions(self, number: int) -> NDArray[np.int64]:
         """Return the positions in the source of a shard's samples."""
+        if isinstance(self.rows, GivenRows):
+            return self.rows.first + np.arange(len(self.rows), dtype=np.int64)
         positions = np.arange(self.bounds[number], self.bounds[number + 1], dtype=np.int64)
         if self.seed is None:
             return positions
@@ -86,18 +89,10 @@ class TaskSpec:
         return feistel(positions.astype(np.uint64), self.bounds[-1], key).astype(np.int64)
 
 
-@dataclass(frozen=True, kw_only=True)
-class NewSamples:
-    """Samples of an iterable, for a shard."""
-
-    first: int
-    """Number of the first of them in the iterable."""
-    samples: Sequence[Any]
-
-
 class ProducedSamples(NamedTuple):
     """Samples on their way, some at a time."""
 
+    source: Rows
     positions: list[int]
     """Positions in the source."""
     keys: list[Any]
@@ -107,13 +102,13 @@ class ProducedSamples(NamedTuple):
 
     def where(self, kept: Sequence[Any]) -> ProducedSamples:
         """The samples for which `kept` is true."""
-        return self if all(kept) else ProducedSamples(*(list(compress(column, kept)) for column in self))
+        if all(kept):
+            return self
+        return ProducedSamples(self.source, *(list(compress(column, kept)) for column in self[1:]))
 
-    def failed(
-        self, number: int, reason: str, stage: str, named: Callable[[int], tuple[str, str]]
-    ) -> SampleError:
+    def failed(self, number: int, reason: str, stage: str) -> SampleError:
         """The error of one of them, by the name that it has in the source."""
-        url, own = named(self.positions[number])
+        url, own = self.source.named(self.positions[number])
         key = self.keys[number]
         return SampleError(url, reason, key=own if key is None else str(key), stage=stage)
 
@@ -140,7 +135,7 @@ def _unpacked(packed: bytes) -> TaskSpec:
     return task
 
 
-def write_shard(task: TaskSpec, number: int, given: NewSamples | None = None) -> dict[str, Any]:
+def write_shard(task: TaskSpec, number: int) -> dict[str, Any]:
     """Write a shard, and then its receipt, which is returned."""
     folder = task.folder
     name = shard_name(number, task.target.to, folder.mark)
@@ -148,13 +143,8 @@ def write_shard(task: TaskSpec, number: int, given: NewSamples | None = None) ->
     writer = task.target.writer(url, folder.options)
     try:
         with write_errors(url), writer:
-            if given is not None:
-                num_read = len(given.samples)
-                _write_samples(writer, given_rows(task, given), of_iterable)
-            else:
-                positions = task.positions(number)
-                num_read = len(positions)
-                _WAYS[task.way](writer, task, positions)
+            positions = task.positions(number)
+            _WAYS[task.way](writer, task, positions)
     except DataflowError as error:
         error.add_note(f"shard {name} was not written; what was finished before stays")
         raise
@@ -163,7 +153,7 @@ def write_shard(task: TaskSpec, number: int, given: NewSamples | None = None) ->
         "plan": task.digest,
         "shard": number,
         "name": name if shards else "",
-        "read": num_read,
+        "read": len(positions),
         "samples": sum(shard.num_samples for shard in shards),
         "bytes": sum(shard.num_bytes for shard in shards),
         "files": [shard.url.rpartition("/")[2] for shard in shards],
@@ -235,20 +225,11 @@ def codec_of(target: Target, url: str) -> Any:
 
 def fitted_rows(task: TaskSpec, positions: NDArray[np.int64]) -> Iterator[ProducedSamples]:
     """Yield what is written of the samples at some positions, some at a time."""
-    assert task.rows is not None
     at = 0
     for part in _parts(task, task.rows.batches(positions)):
         own = positions[at : at + len(part)].tolist()
         at += len(part)
-        yield _made(task, own, part, task.rows.named)
-
-
-def given_rows(task: TaskSpec, given: NewSamples) -> Iterator[ProducedSamples]:
-    """Yield what is written of samples of an iterable, some at a time."""
-    at = given.first
-    for part in _parts(task, [given.samples]):
-        yield _made(task, list(range(at, at + len(part))), part, of_iterable)
-        at += len(part)
+        yield _made(task, own, part)
 
 
 def _parts(task: TaskSpec, batches: Iterable[Sequence[Any]]) -> Iterator[list[Any]]:
@@ -264,41 +245,30 @@ def _parts(task: TaskSpec, batches: Iterable[Sequence[Any]]) -> Iterator[list[An
         yield held
 
 
-def of_iterable(number: int) -> tuple[str, str]:
-    """Return what messages call a sample of an iterable."""
-    return "the iterable", str(number)
-
-
-def _made(
-    task: TaskSpec, positions: list[int], samples: list[Any], named: Callable[[int], tuple[str, str]]
-) -> ProducedSamples:
+def _made(task: TaskSpec, positions: list[int], samples: list[Any]) -> ProducedSamples:
     """Return what filter, map and target make of some samples. `SampleError` names the sample."""
-    rows = _filtered(task, positions, samples, named)
+    rows = _filtered(task, positions, samples)
     if task.map is not None and task.batch_size:
-        rows = _mapped_columns(task.map, rows, named) if rows.samples else rows
+        rows = _mapped_columns(task.map, rows) if rows.samples else rows
     elif task.map is not None:
-        made = _mapped(task.map, rows, named)
-        rows = ProducedSamples(rows.positions, rows.keys, made).where([value is not None for value in made])
+        made = _mapped(task.map, rows)
+        rows = rows._replace(samples=made).where([value is not None for value in made])
     fitted, fit = list[Sample](), task.target.fitted
     try:
         for position, key, sample in zip(rows.positions, rows.keys, rows.samples, strict=True):
             fitted.append(fit(sample, f"{position:09d}" if key is None else key))
     except ValueError as error:
-        raise rows.failed(len(fitted), str(error), "write", named) from error
-    return ProducedSamples(rows.positions, rows.keys, fitted)
+        raise rows.failed(len(fitted), str(error), "write") from error
+    return rows._replace(samples=fitted)
 
 
-def _filtered(
-    task: TaskSpec, positions: list[int], samples: list[Any], named: Callable[[int], tuple[str, str]]
-) -> ProducedSamples:
+def _filtered(task: TaskSpec, positions: list[int], samples: list[Any]) -> ProducedSamples:
     keys = [sample.get(KEY) if isinstance(sample, dict) else None for sample in samples]
-    rows = ProducedSamples(positions, keys, samples)
-    return rows if task.filter is None else rows.where(_called("filter", task.filter, rows, named))
+    rows = ProducedSamples(task.rows, positions, keys, samples)
+    return rows if task.filter is None else rows.where(_called("filter", task.filter, rows))
 
 
-def _called(
-    what: str, function: Callable[..., Any], rows: ProducedSamples, named: Callable[[int], tuple[str, str]]
-) -> list[Any]:
+def _called(what: str, function: Callable[..., Any], rows: ProducedSamples) -> list[Any]:
     """Return what a function returns for each sample."""
     made: list[Any] = []
     try:
@@ -310,27 +280,22 @@ def _called(
         reason, sample = f"{what}= raised {type(error).__name__}: {error}", rows.samples[len(made)]
         if isinstance(error, KeyError) and isinstance(sample, dict):
             reason += f"; the sample has {listed(sample)}"
-        raise rows.failed(len(made), reason, "transform", named) from error
+        raise rows.failed(len(made), reason, "transform") from error
     return made
 
 
-def _mapped(
-    function: Callable[..., Any], rows: ProducedSamples, named: Callable[[int], tuple[str, str]]
-) -> list[Any]:
+def _mapped(function: Callable[..., Any], rows: ProducedSamples) -> list[Any]:
     """Return what a function makes of samples: of all at once where it has a `batch` form."""
     if (batch_form := own_form(function, "batch")) is None:
-        return _called("map", function, rows, named)
+        return _called("map", function, rows)
     try:
         return list(batch_form(list(rows.samples)))
     except Exception as error:
-        _called("map", function, rows, named)  # one by one, the sample at fault is found
-        reason = f"map= raised {type(error).__name__}: {error}"
-        raise rows.failed(0, reason, "transform", named) from error
+        _called("map", function, rows)  # one by one, the sample at fault is found
+        raise rows.failed(0, f"map= raised {type(error).__name__}: {error}", "transform") from error
 
 
-def _mapped_columns(
-    function: Callable[..., Any], rows: ProducedSamples, named: Callable[[int], tuple[str, str]]
-) -> ProducedSamples:
+def _mapped_columns(function: Callable[..., Any], rows: ProducedSamples) -> ProducedSamples:
     """Return what a function makes of the columns of samples; of other ones than it was given, if so many."""
     names = dict.fromkeys(chain.from_iterable(rows.samples))
     try:
@@ -338,22 +303,21 @@ def _mapped_columns(
         sizes = {name: len(values) for name, values in made.items()}
     except Exception as error:
         reason = f"map= of {len(rows.samples)} samples from this one on: {type(error).__name__}: {error}"
-        raise rows.failed(0, reason, "transform", named) from error
+        raise rows.failed(0, reason, "transform") from error
     if len(set(sizes.values())) > 1:
         reason = f"map= returned columns of different lengths for the samples from this one on: {sizes}"
-        raise rows.failed(0, reason, "transform", named)
+        raise rows.failed(0, reason, "transform")
     samples = [dict(zip(made, values, strict=True)) for values in zip(*made.values(), strict=True)]
     if len(samples) == len(rows.samples):
-        return ProducedSamples(rows.positions, rows.keys, samples)
+        return rows._replace(samples=samples)
     first, count = rows.positions[0], len(samples)
-    return ProducedSamples([first] * count, [f"{first:09d}-{number:06d}" for number in range(count)], samples)
+    keys = [f"{first:09d}-{number:06d}" for number in range(count)]
+    return ProducedSamples(rows.source, [first] * count, keys, samples)
 
 
-def _write_samples(
-    writer: ShardWriter, parts: Iterable[ProducedSamples], named: Callable[[int], tuple[str, str]]
-) -> None:
+def _by_sample(writer: ShardWriter, task: TaskSpec, positions: NDArray[np.int64]) -> None:
     before = 0
-    for rows in parts:
+    for rows in fitted_rows(task, positions):
         try:
             writer.write_many(rows.samples)
         except SampleError as error:
@@ -361,13 +325,8 @@ def _write_samples(
             number = (int(key) if key.isdecimal() else -1) - before
             if not 0 <= number < len(rows.samples):  # of rows that were kept back, or of no sample
                 raise
-            raise rows.failed(number, error.reason, "write", named) from error
+            raise rows.failed(number, error.reason, "write") from error
         before += len(rows.samples)
-
-
-def _by_sample(writer: ShardWriter, task: TaskSpec, positions: NDArray[np.int64]) -> None:
-    assert task.rows is not None
-    _write_samples(writer, fitted_rows(task, positions), task.rows.named)
 
 
 # ---- without a sample in between ------------------------------------------------------------------------
@@ -385,7 +344,7 @@ def chosen_tables(task: TaskSpec, positions: NDArray[np.int64]) -> Iterator[pa.T
     if task.filter is not None:
         left, asked = list[int](), positions.tolist()
         for batch in rows.batches(positions):
-            left += _filtered(task, asked[: len(batch)], batch, rows.named).positions
+            left += _filtered(task, asked[: len(batch)], batch).positions
             del asked[: len(batch)]
         positions = np.array(left, np.int64)
     order = np.argsort(positions, kind="stable")
