@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -46,7 +47,7 @@ class ProcessEngine(Executor):
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call it in a process that is free, or in the next that is; see `Executor`."""
         future: Future[Any] = Future()
-        self._calls.put((future, cloudpickle.dumps((function, args, kwargs))))
+        self._calls.put((future, cloudpickle.dumps(partial(function, *args, **kwargs))))
         return future
 
     def serve(self) -> None:
@@ -85,8 +86,7 @@ class ProcessEngine(Executor):
 
 
 def _called(call: bytes) -> Any:
-    function, args, kwargs = cloudpickle.loads(call)
-    return function(*args, **kwargs)
+    return cloudpickle.loads(call)()
 
 
 def warm_up(modules: set[str], preload: Iterable[str]) -> None:

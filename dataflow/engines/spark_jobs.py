@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -32,7 +33,7 @@ class SparkEngine(Executor):
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call it in an executor of Spark; see `Executor`."""
         future: Future[Any] = Future()
-        self._waiting.append((future, cloudpickle.dumps((function, args, kwargs))))
+        self._waiting.append((future, cloudpickle.dumps(partial(function, *args, **kwargs))))
         self._threads.submit(self._run)
         return future
 
@@ -59,8 +60,7 @@ class SparkEngine(Executor):
 
 
 def _call(call: bytes) -> Any:
-    function, args, kwargs = cloudpickle.loads(call)
-    return function(*args, **kwargs)
+    return cloudpickle.loads(call)()
 
 
 @contextmanager
