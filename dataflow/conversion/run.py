@@ -188,15 +188,16 @@ def convert(
         filter=filter,
         shuffle=shuffle,
         schema=schema,
+        token_options=token_options,
     )
     asked = Asked.of(verify, source_of)
-    wanted = source_of.plan(shard_size, shard_samples, token_options, checksum, identity)
+    wanted = source_of.plan(shard_size, shard_samples, checksum, identity)
     _refuse_own(folder, source_of)
     with folder.held():
-        plan = _agreed(folder, wanted, source_of, overwrite=overwrite, token_options=token_options)
+        plan = _agreed(folder, wanted, source_of, overwrite=overwrite)
         folder = OutputFolder(folder.url, options, plan.run)
         folder.clear()
-        task = source_of.task(plan, folder, checksum=checksum)
+        task = source_of.task(plan, folder)
         receipts = finished_shards(task, sums=verify is not False)
         skipped = len(receipts)
         with ShownShards(plan, receipts, progress) as shown:
@@ -232,14 +233,7 @@ def _check_destination(dest: Any) -> None:
         )
 
 
-def _agreed(
-    folder: OutputFolder,
-    wanted: Plan,
-    source: ConvertSource,
-    *,
-    overwrite: bool,
-    token_options: Mapping[str, Any],
-) -> Plan:
+def _agreed(folder: OutputFolder, wanted: Plan, source: ConvertSource, *, overwrite: bool) -> Plan:
     """The plan that the folder has, if it is this one; else the new one, which it gets."""
     found = folder.read(PLAN)
     if found is not None:
@@ -259,7 +253,7 @@ def _agreed(
         return plan
     if found is None:
         _refuse_foreign(folder, wanted.target.to, overwrite=overwrite)
-    plan = replace(wanted, target=source.target(token_options), run=folder.next_run(found))
+    plan = replace(wanted, target=source.target(), run=folder.next_run(found))
     OutputFolder(folder.url, folder.options, plan.run).begin()
     folder.write(PLAN, plan.to_json())
     # Nothing leads to what runs in between had begun; the first one stays until another is whole.

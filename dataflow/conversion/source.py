@@ -119,12 +119,13 @@ class ConvertSource:
         filter: Any,  # noqa: A002
         shuffle: int | None,
         schema: Any,
+        token_options: Mapping[str, Any],
     ) -> None:
         self.source, self.to, self.map, self.filter, self.shuffle = source, to, map, filter, shuffle
-        self._schema, self._batch_size = schema, batch_size
+        self._schema, self._batch_size, self._token_options = schema, batch_size, token_options
         self.rows: Rows
         self._has_whole_blocks = False
-        """True if shards have whole blocks of the source, as `plan` finds."""
+        """True if each shard has whole blocks of the source, which can be copied, as `plan` finds."""
         self._are_members = False
         """True if values are members of tars that go to tars as they are."""
         self._iterated: Iterator[Any] | None = None
@@ -219,12 +220,7 @@ class ConvertSource:
         )
 
     def plan(
-        self,
-        shard_size: int | str | None,
-        shard_samples: int | None,
-        token_options: Mapping[str, Any],
-        checksum: bool,
-        identity: str | None,
+        self, shard_size: int | str | None, shard_samples: int | None, checksum: bool, identity: str | None
     ) -> Plan:
         """The plan without what the first samples show."""
         bounds: list[int] | None = None
@@ -237,7 +233,9 @@ class ConvertSource:
             bounds = bounds_by_count(len(self.rows), shard_samples or DEFAULT_SHARD_SAMPLES)
         else:
             shard_samples = shard_samples or DEFAULT_SHARD_SAMPLES
-        self._has_whole_blocks = bounds is not None and self._are_at_blocks(bounds)
+        if bounds is not None and isinstance(self.rows, StoredRows):
+            is_first = np.isin(bounds[:-1], self.rows.catalog.blocks.first_sample)
+            self._has_whole_blocks = bool(is_first.all())
         source, functions, unknown = self.identities()
         options = {
             "to": self.to,
@@ -249,7 +247,7 @@ class ConvertSource:
             "way": self.way,
             "schema": None if self._schema is None else str(self._schema),
             "batch_size": self._batch_size,
-            **token_options,
+            **self._token_options,
         }
         return Plan(
             source=source, functions=functions, unknown=unknown, identity=identity,
@@ -263,14 +261,7 @@ class ConvertSource:
         share = kept / np.maximum(1, blocks.num_samples)
         return bounds_by_bytes(kept, np.ceil(blocks.length * share).astype(np.int64), size)
 
-    def _are_at_blocks(self, bounds: list[int]) -> bool:
-        """Return whether each shard has whole blocks of the source, which can be copied."""
-        rows = self.rows
-        return isinstance(rows, StoredRows) and bool(
-            np.isin(bounds[:-1], rows.catalog.blocks.first_sample).all()
-        )
-
-    def target(self, token_options: Mapping[str, Any]) -> Target:
+    def target(self) -> Target:
         """The target, as the first samples decide it."""
         if self.way == "tables":
             assert isinstance(self.rows, StoredRows)
@@ -294,7 +285,7 @@ class ConvertSource:
             is_strict=self.map is not None and self.to not in TOKENS,
             schema=self._schema,
             row_group_size=row_group,
-            **token_options,
+            **self._token_options,
         )
 
     @property
@@ -318,19 +309,7 @@ class ConvertSource:
 
     def _first_samples(self) -> tuple[list[Any], int]:
         """The first samples as functions leave them, and the mean of their bytes."""
-        probe = TaskSpec(
-            rows=self.rows,
-            map=self.map,
-            filter=self.filter,
-            target=_Probe(to=self.to, columns={}),
-            folder=OutputFolder("."),
-            digest="",
-            bounds=(),
-            seed=self.shuffle,
-            checksum=False,
-            way="samples",
-            batch_size=self._batch_size,
-        )
+        probe = self._task(_Probe(to=self.to, columns={}), OutputFolder("."))
         if isinstance(self.rows, GivenRows):
             self._look(self.rows.samples)
         samples = _some_of(fitted_rows(probe, np.arange(min(len(self.rows), _LOOKED_AT), dtype=np.int64)))
@@ -354,20 +333,21 @@ class ConvertSource:
             raise self._failed
         yield from iter(self.source) if self._iterated is None else self._iterated
 
-    def task(self, plan: Plan, folder: OutputFolder, *, checksum: bool) -> TaskSpec:
+    def task(self, plan: Plan, folder: OutputFolder) -> TaskSpec:
         """Return what workers are told."""
+        chosen = {name: plan.options[name] for name in ("checksum", "way")}
+        return self._task(plan.target, folder, digest=plan.digest(), bounds=plan.bounds or (), **chosen)
+
+    def _task(self, target: Target, folder: OutputFolder, **of_plan: Any) -> TaskSpec:
         return TaskSpec(
             rows=self.rows,
             map=self.map,
             filter=self.filter,
-            target=plan.target,
+            target=target,
             folder=folder,
-            digest=plan.digest(),
-            bounds=plan.bounds or (),
             seed=self.shuffle,
-            checksum=checksum,
-            way=plan.options["way"],
             batch_size=self._batch_size,
+            **of_plan,
         )
 
 

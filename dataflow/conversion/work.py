@@ -55,16 +55,16 @@ class TaskSpec:
     filter: Callable[..., Any] | None
     target: Target
     folder: OutputFolder
-    digest: str
+    digest: str = ""
     """Identity of the plan."""
-    bounds: Sequence[int]
+    bounds: Sequence[int] = ()
     """Where shards begin and the last ends, in positions; (): of an iterable, nobody knows before."""
     seed: int | None
     """Seed of the order: of shards in windows of blocks, of others of all samples; None: the source's."""
-    checksum: bool
-    way: str
+    checksum: bool = False
+    way: str = "samples"
     """"samples", "tables" (Arrow, whole columns) or "members" (of tars, as they lie)."""
-    batch_size: int | None = None
+    batch_size: int | None
     """Samples of a shard that `map` is called with, as columns; None: it is called with each sample."""
     index_at: str = ""
     """File in the destination that has the index of `rows`; "": they have it."""
