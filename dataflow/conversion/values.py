@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,15 @@ def npy_value(data: bytes) -> NDArray[Any]:
     return value
 
 
+_DECODERS: dict[str, Decode] = {
+    "int": int,
+    "float": float,
+    "text": bytes.decode,
+    "json": json.loads,
+    "npy": npy_value,
+}
+
+
 def decode_of(name: str, spec: ColumnSpec, codec: Format) -> Decode | None:
     """Return what makes the value of a column's bytes; None: the bytes are the value.
 
@@ -55,14 +65,7 @@ def decode_of(name: str, spec: ColumnSpec, codec: Format) -> Decode | None:
         raise ValueError(f"column {name!r} is pickled, which is not read; name the others: columns=[...]")
     if spec.feature_type == "Image":
         return png_of
-    named: dict[str, Decode] = {
-        "int": int,
-        "float": float,
-        "text": _text,
-        "json": json.loads,
-        "npy": npy_value,
-    }
-    return named.get(rule or "")
+    return _DECODERS.get(rule or "")
 
 
 def values_of(column: Column, spec: ColumnSpec | None, decode: Decode | None) -> list[Any]:
@@ -99,10 +102,6 @@ def _missing(length: int) -> Any:
     return None
 
 
-def _text(data: Any) -> str:
-    return str(data, "utf-8")
-
-
 def _numbers(array: NDArray[Any]) -> list[Any]:
     if array.ndim == 1 and issubclass(array.dtype.type, PYTHON_TYPES):
         return array.tolist()  # type: ignore[no-any-return]
@@ -113,16 +112,9 @@ def _byte_lists(
     buffer: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> list[list[bytes] | None]:
     counts, begins, sizes = list_items(buffer, starts[lengths >= 0])
-    items = iter(zip(begins.tolist(), sizes.tolist(), strict=True))
-    count = iter(counts.tolist())
-    out: list[list[bytes] | None] = []
-    for length in lengths.tolist():
-        if length < 0:
-            out.append(_missing(length))
-        else:
-            own = [next(items) for _ in range(next(count))]
-            out.append([buffer[at : at + size].tobytes() for at, size in own])
-    return out
+    pairs = zip(begins.tolist(), sizes.tolist(), strict=True)
+    items, count = (buffer[at : at + size].tobytes() for at, size in pairs), iter(counts.tolist())
+    return [list(islice(items, next(count))) if n >= 0 else _missing(n) for n in lengths.tolist()]
 
 
 def with_types(schema: pa.Schema, change: Callable[[pa.DataType], pa.DataType]) -> pa.Schema:

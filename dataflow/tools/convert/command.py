@@ -42,7 +42,7 @@ def _function(_ctx: click.Context, _param: click.Parameter, name: str | None) ->
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertSettings:
-    """A conversion as the user names it: the arguments of `dataflow.convert`."""
+    """A conversion as the user names it: the arguments of `dataflow.convert`, some with "token_" before."""
 
     dataset: DatasetArguments = part(DatasetArguments)
     to: str = option(
@@ -151,28 +151,19 @@ def convert(settings: ConvertSettings) -> None:
             f"the destination is missing: dataflow convert {dest} DEST --to {settings.to}, a folder"
         )
     opened = replace(settings.dataset, source=sources).open_with()
+    arguments = {
+        name.removeprefix("token_"): value
+        for name, value in vars(settings).items()
+        if name not in ("dataset", "engine")
+    }
     with settings.engine.started(has_workers=True) as executor:
         made = dataflow.convert(
             opened,
             dest,
-            to=settings.to,
-            map=settings.map,
-            batched=settings.batched,
-            filter=settings.filter,
-            shard_size=settings.shard_size,
-            shard_samples=settings.shard_samples,
-            shuffle=settings.shuffle,
-            tokenizer=settings.tokenizer,
-            text_column=settings.text_column,
-            dtype=settings.token_dtype,
-            length=settings.token_length,
-            end_token=settings.end_token,
             workers=settings.engine.workers,
             executor=executor,
-            verify=settings.verify,
-            identity=settings.identity,
-            overwrite=settings.overwrite,
             storage_options=settings.dataset.storage_options,
+            **arguments,
         )
     if made.skipped:
         click.echo(f"{made.skipped:,} shards were finished before, and were skipped")
