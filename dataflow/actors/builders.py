@@ -141,8 +141,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         settings = structs.replace(context.settings, hand_over_s=math.inf)
         self._traffic, self._num_ranks = traffic, num_ranks
         try:
-            job = TorchSettings.here(), settings, [*map(only_read, datasets)]
-            packed = _packed(job)
+            packed = _packed((TorchSettings.here(), settings, [*map(only_read, datasets)]))
         except Exception as error:
             raise ValueError(
                 f"a function that builds batches cannot be sent to Ray actors ({error}): make what it uses "
@@ -234,7 +233,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
             self._actors.append(actor)
         # Before it is there for the others, what its end calls is set: it may be dead already.
         self._when_there(handle.info.remote().future(), partial(self._open, actor))
-        self._when_there(actor.end, partial(self._has_died, actor))
+        self._when_there(actor.end, lambda end: self._lose_actor(actor, end.exception()))
 
     def _open(self, actor: _Actor, info: futures.Future[ActorInfo]) -> None:
         """Note an actor that has begun, once it has answered from where."""
@@ -271,9 +270,6 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
                 f"{actor.name} cannot begin (is dataflow-loader[ray] installed on all nodes?): {error}"
             ) from error
         return error is None
-
-    def _has_died(self, actor: _Actor, end: futures.Future[Any]) -> None:
-        self._lose_actor(actor, end.exception())
 
     def _lose_actor(self, actor: _Actor, error: BaseException | None) -> None:
         """Have what an actor had built by others, and ask for another one."""
