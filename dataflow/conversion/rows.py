@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -21,14 +21,14 @@ from dataflow.conversion.values import decode_of, values_of
 from dataflow.staging.rows import BlockRows, by_block, read_rows
 from dataflow.staging.source import Source
 from prefetch.memory.mapping import Mappings
-from prefetch.retries import RetryPolicy
 from prefetch.store.reader import StoreReader
 from sharding.arrow_arrays import number_array
-from sharding.blocks import Block, Format
-from sharding.catalog.table import Catalog
+from sharding.blocks import Block
 from sharding.errors import SampleError
 from sharding.formats.arrow.columns import TabularFormat
-from sharding.order.selection import Selection
+
+if TYPE_CHECKING:
+    from dataflow.dataset import ShardedDataset
 
 Ints = NDArray[np.int64]
 Sample = dict[str, Any]
@@ -54,35 +54,24 @@ class StoredRows:
     """The stored values of a dataset's columns. Workers that read them import no torch.
 
     Args:
-        catalog: of the shards.
-        codec: their format.
-        selection: the samples that count.
-        columns: name -> stored column.
-        all_columns: whether these are all that shards have.
-        raw: give bytes of tar's members as they are, in place of the numbers and texts they stand for.
-        storage_options: for the fsspec filesystem.
-        policy: when a remote read is tried again.
+        dataset: whose outputs are one column each.
+        raw: give bytes of tar's members as they are, in place of the numbers and texts they stand for; so are
+            they given where the dataset delivers them so.
     """
 
-    def __init__(
-        self,
-        *,
-        catalog: Catalog,
-        codec: Format,
-        selection: Selection,
-        columns: Mapping[str, str],
-        all_columns: bool,
-        raw: bool,
-        storage_options: Mapping[str, Any],
-        policy: RetryPolicy | None,
-    ) -> None:
-        self.catalog, self.codec, self.selection, self.columns = catalog, codec, selection, dict(columns)
-        self.all_columns, self._options, self._policy = all_columns, storage_options, policy
+    def __init__(self, dataset: ShardedDataset[Any], *, raw: bool) -> None:
+        self.catalog, self.codec, self.selection = dataset.catalog, dataset.codec, dataset.selection
+        self.columns = {output.name: output.sources[0] for output in dataset.outputs}
+        """Name -> stored column."""
+        self.all_columns = dataset._all_columns
+        """Whether these are all that shards have."""
+        self._options, self._policy = dataset.options_elsewhere(), dataset.retry
         self._decode: dict[str, Any] = {}
         self._signed: Mapping[str, str] = {}
+        is_raw = raw or dataset.decoding is None
         for name in self.columns.values():
-            spec = catalog.schema.get(name)
-            self._decode[name] = None if raw or spec is None else decode_of(name, spec, codec)
+            spec = self.catalog.schema.get(name)
+            self._decode[name] = None if is_raw or spec is None else decode_of(name, spec, self.codec)
 
     def without_index(self) -> tuple[StoredRows, bytes]:
         """Return these rows without catalog and selection, and those, pickled. Secrets of URLs stay here."""

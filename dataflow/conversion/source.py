@@ -92,20 +92,6 @@ def are_stored(dataset: ShardedDataset[Any]) -> bool:
     )
 
 
-def stored_rows(dataset: ShardedDataset[Any], *, raw: bool = False) -> StoredRows:
-    """The stored values of a dataset's columns; as bytes, if `raw` or that is how they are delivered."""
-    return StoredRows(
-        catalog=dataset.catalog,
-        codec=dataset.codec,
-        selection=dataset.selection,
-        columns={output.name: output.sources[0] for output in dataset.outputs},
-        all_columns=dataset._all_columns,
-        raw=raw or dataset.decoding is None,
-        storage_options=dataset.options_elsewhere(),
-        policy=dataset.retry,
-    )
-
-
 class ConvertSource:
     """The samples to be converted, and what is done to them."""
 
@@ -139,7 +125,7 @@ class ConvertSource:
                     "a balanced dataset has other samples each epoch: convert what it was made of"
                 )
             raw = to == "tar" and map is None and filter is None and source.codec.columns_are_extensions
-            self.rows = stored_rows(source, raw=raw) if are_stored(source) else DeliveredRows(source)
+            self.rows = StoredRows(source, raw=raw) if are_stored(source) else DeliveredRows(source)
             self._are_members = raw and isinstance(self.rows, StoredRows)
             is_column = any(output.name == KEY for output in source.outputs)
             if is_column and to in ("mds", "parquet") and self.way == "samples":

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dataflow.conversion.folder import ConversionError
 from dataflow.conversion.rows import KEY, GivenRows, StoredRows
-from dataflow.conversion.source import ConvertSource, stored_rows
+from dataflow.conversion.source import ConvertSource
 from dataflow.conversion.target import TOKENS
 from dataflow.conversion.values import with_types
 from dataflow.conversion.work import TaskSpec, as_schema, chosen_tables, fitted_rows
@@ -81,7 +81,7 @@ def verify_shards(
     """
     chosen = _chosen(receipts, asked.num_samples)
     written = ShardedDataset(catalog, storage_options=task.folder.options, progress=progress)
-    result = stored_rows(written, raw=task.target.to == "tar")
+    result = StoredRows(written, raw=task.target.to == "tar")
     first, compared, at, items = 0, 0, 0, asked.again() if asked.again else iter(())
     with ProgressBar("comparing", total=len(receipts), unit="shard", visible=progress) as bar:
         for number in sorted(receipts):
