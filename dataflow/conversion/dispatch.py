@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,7 +16,6 @@ from typing import Any
 import cloudpickle
 
 from dataflow.conversion.folder import ConversionError, index_name
-from dataflow.conversion.plan import Plan
 from dataflow.conversion.rows import GivenRows, StoredRows
 from dataflow.conversion.source import ConvertSource
 from dataflow.conversion.work import TaskSpec, write_packed, write_shard
@@ -30,15 +29,17 @@ _SAME_ITEMS = "it must give the same items each time; overwrite=True begins anew
 
 
 class ShownShards:
-    """The progress bar: shards, samples, bytes, and their rate."""
+    """Receipts of finished shards by number, which get more, and their bar: samples, bytes, and the rate."""
 
-    def __init__(self, plan: Plan, receipts: Mapping[int, Any], visible: bool | None) -> None:
+    def __init__(
+        self, receipts: dict[int, dict[str, Any]], num_shards: int | None, visible: bool | None
+    ) -> None:
+        self.receipts = receipts
         self._samples = sum(one["samples"] for one in receipts.values())
         self._bytes = sum(one["bytes"] for one in receipts.values())
         self._before, self._began = self._bytes, time.monotonic()
-        self._done = len(receipts)
         self.bar = ProgressBar(
-            "converting", total=plan.num_shards, done=self._done, unit="shard", visible=visible
+            "converting", total=num_shards, done=len(receipts), unit="shard", visible=visible
         )
 
     def __enter__(self) -> ShownShards:
@@ -47,27 +48,20 @@ class ShownShards:
     def __exit__(self, *_: object) -> None:
         self.bar.close()
 
-    def add(self, receipt: Mapping[str, Any]) -> None:
+    def add(self, receipt: dict[str, Any]) -> None:
         """Count a shard."""
-        self._done += 1
+        self.receipts[receipt["shard"]] = receipt
         self._samples += receipt["samples"]
         self._bytes += receipt["bytes"]
         rate = (self._bytes - self._before) / max(1e-3, time.monotonic() - self._began) / 1e6
-        self.bar.show(
-            self._done, text=f"{self._samples:,} samples, {self._bytes / 1e6:,.0f} MB, {rate:,.1f} MB/s"
-        )
+        text = f"{self._samples:,} samples, {self._bytes / 1e6:,.0f} MB, {rate:,.1f} MB/s"
+        self.bar.show(len(self.receipts), text=text)
 
 
-def write_all(
-    task: TaskSpec,
-    receipts: dict[int, dict[str, Any]],
-    shown: ShownShards,
-    *,
-    workers: int | None,
-    executor: Executor | None,
-) -> None:
+def write_all(task: TaskSpec, shown: ShownShards, *, workers: int | None, executor: Executor | None) -> None:
     """Have all shards written that have no receipt yet."""
-    missing = [number for number in range(len(task.bounds) - 1) if number not in receipts]
+    num_shards = len(task.bounds) - 1
+    missing = [number for number in range(num_shards) if number not in shown.receipts]
     if not missing:
         return
     urls = [task.folder.url, *(task.rows.catalog.urls[:1] if isinstance(task.rows, StoredRows) else ())]
@@ -83,13 +77,11 @@ def write_all(
                 call = partial(write_packed, _packed(task))
                 pool = executor or opened.enter_context(engine("processes", workers=workers))
                 written = run_all(pool, call, missing)
-            for at, receipt in written:
-                receipts[missing[at]] = receipt
+            for _, receipt in written:
                 shown.add(receipt)
     except (DataflowError, KeyboardInterrupt) as error:
-        error.add_note(
-            f"{len(receipts)} of {len(task.bounds) - 1} shards are finished: start it again to go on"
-        )
+        finished = len(shown.receipts)
+        error.add_note(f"{finished} of {num_shards} shards are finished: start it again to go on")
         raise
 
 
@@ -120,20 +112,13 @@ def _packed(task: TaskSpec) -> bytes:
         ) from error
 
 
-def write_iterable(
-    task: TaskSpec,
-    source: ConvertSource,
-    receipts: dict[int, dict[str, Any]],
-    shown: ShownShards,
-    shard_samples: int,
-) -> None:
+def write_iterable(task: TaskSpec, source: ConvertSource, shown: ShownShards, shard_samples: int) -> None:
     """Write an iterable, shard by shard; what finished shards hold is taken from it again, and skipped."""
-    items, number = source.items(), 0
+    items, number, receipts = source.items(), 0, shown.receipts
     while samples := list(islice(items, shard_samples)):
         if number not in receipts:
             rows = GivenRows(samples, number * shard_samples)
-            receipts[number] = write_shard(replace(task, rows=rows), number)
-            shown.add(receipts[number])
+            shown.add(write_shard(replace(task, rows=rows), number))
         elif receipts[number]["read"] != len(samples):
             had = receipts[number]["read"]
             raise ConversionError(
