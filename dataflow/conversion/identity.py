@@ -272,13 +272,11 @@ def _hashed(parts: Iterable[Any]) -> bytes:
 
 def _fingerprint(value: Any) -> str | None:
     """Return what an object says of itself; `datasets` calls it `_fingerprint`."""
-    for name in ("fingerprint", "_fingerprint"):
-        try:
+    with suppress(Exception):
+        for name in ("fingerprint", "_fingerprint"):
             found = getattr(value, name, None)
-        except Exception:
-            return None
-        if isinstance(found, str) and found:
-            return found
+            if isinstance(found, str) and found:
+                return found
     return None
 
 
@@ -358,11 +356,8 @@ def described(
         identity = Identity(known)
         named = value if hasattr(value, "__qualname__") else type(value)
         name = f"{named.__module__}:{named.__qualname__}"
-        told[label] = (
-            ""
-            if value is None or (isinstance(value, tuple) and not value)
-            else f"{name} {identity.of(value)}"
-        )
+        is_none = value is None or (isinstance(value, tuple) and not value)
+        told[label] = "" if is_none else f"{name} {identity.of(value)}"
         if identity.unknown:
             unknown[label] = identity.unknown
     return told, unknown

@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,8 +54,7 @@ class Plan:
 
     def to_json(self) -> bytes:
         """Return the file of it."""
-        target = {one.name: getattr(self.target, one.name) for one in fields(Target)}
-        target |= {"columns": dict(self.target.columns)}
+        target = vars(self.target) | {"columns": dict(self.target.columns)}
         target["schema"] = base64.b64encode(self.target.schema).decode()
         plan = {name: getattr(self, name) for name in _KEPT} | {"version": VERSION, "target": target}
         return json.dumps(plan, indent=1, sort_keys=True).encode() + b"\n"

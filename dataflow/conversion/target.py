@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, starmap
 from typing import Any
 
 import numpy as np
@@ -106,8 +106,8 @@ class Target:
                     f"the key {key!r} has a dot in its last part, where tars end it: map=lambda sample: "
                     "{**sample, '__key__': sample['__key__'].replace('.', '_')} gives another"
                 )
-            members = dict(member for name, value in fields.items() for member in self._member(name, value))
-            return {KEY: key, **members}
+            here = {name: value for name, value in fields.items() if value is not None}
+            return {KEY: key, **(here if self.are_members else dict(starmap(self._member, here.items())))}
         if self.to == "parquet":
             more = fields.keys() - self.columns.keys()
             if more:
@@ -119,13 +119,8 @@ class Target:
             }
         return {KEY: key, "tokens": fields[next(iter(self.columns))]}
 
-    def _member(self, name: str, value: Any) -> Iterable[tuple[str, Any]]:
-        """The member of a tar that holds a value: extension and bytes; none for None."""
-        if value is None:
-            return
-        if self.are_members:
-            yield name, value
-            return
+    def _member(self, name: str, value: Any) -> tuple[str, bytes]:
+        """The member of a tar that holds a value: extension and bytes."""
         if name != name.lower() or "/" in name or name.startswith("_"):
             raise ValueError(
                 f"column {name!r} is no ending of a tar's member, which has no '/', no capitals and no '_' "
@@ -140,7 +135,7 @@ class Target:
                 f"column {name!r} is {kind} here, and {was} in the first samples (member .{extension}): "
                 "map= may give it one type"
             )
-        yield extension, data
+        return extension, data
 
 
 def targets_of(
@@ -186,7 +181,7 @@ def with_schema(target: Target, schema: pa.Schema) -> Target:
 # ---- tar ------------------------------------------------------------------------------------------------
 
 
-def _stored(name: str, value: Any) -> tuple[str, Any]:
+def _stored(name: str, value: Any) -> tuple[str, bytes]:
     """The kind of a value in a tar, and its bytes."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return "bytes", bytes(value)
