@@ -171,7 +171,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
     # ---- for the engine -----------------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        self._events.put(_nothing)
+        self._events.put(lambda: None)
 
     def contexts(self) -> list[str]:
         """See `Builders`."""
@@ -414,10 +414,6 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
             # What the actor makes it makes in memory of its own; arrays of it lie in the slot here.
             obj = obj._replace(heap_bytes=max(0, obj.heap_bytes - head.nbytes), made_bytes=0)
         self._take_response(one, head.kind, obj)
-
-
-def _nothing() -> None:
-    """Wakes the thread that dispatches."""
 
 
 def _window_names(one: _ActorBuild) -> frozenset[tuple[int, int]]:

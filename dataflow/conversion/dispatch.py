@@ -93,7 +93,7 @@ def warm_up(source: Any, to: str, functions: Iterable[Any]) -> None:
     if to == "parquet":
         preload.append("pyarrow.parquet")
     modules = {getattr(function, "__module__", None) or "__main__" for function in functions}
-    process_pool.warm_up(modules, preload)
+    process_pool.warm_up({*modules, *preload})
 
 
 def _packed(task: TaskSpec) -> bytes:

@@ -207,16 +207,16 @@ def convert(
                 write_all(task, shown, workers=workers, executor=executor)
         _finish(task, receipts, progress, executor)
         verified = verify_shards(task, receipts, folder.of(CATALOG_NAME), asked, progress) if asked else 0
-    ordered = [receipts[number] for number in sorted(receipts)]
+    written = [receipts[number] for number in sorted(receipts) if receipts[number]["name"]]
     return Converted(
         catalog=folder.of(CATALOG_NAME),
-        shards=sum(1 for one in ordered if one["name"]),
-        samples=sum(one["samples"] for one in ordered),
-        bytes=sum(one["bytes"] for one in ordered),
+        shards=len(written),
+        samples=sum(one["samples"] for one in written),
+        bytes=sum(one["bytes"] for one in written),
         skipped=skipped,
         verified=verified,
         seconds=time.monotonic() - began,
-        files=[folder.of(one["name"]) for one in ordered if one["name"]],
+        files=[folder.of(one["name"]) for one in written],
     )
 
 

@@ -85,11 +85,11 @@ def verify_shards(
     first, compared, at, items = 0, 0, 0, asked.again() if asked.again else iter(())
     with ProgressBar("comparing", total=len(receipts), unit="shard", visible=progress) as bar:
         for number in sorted(receipts):
-            receipt, rows = receipts[number], chosen.get(number)
+            receipt, rows = receipts[number], chosen[number]
             if asked.again is not None:
                 task = replace(task, rows=GivenRows(list(islice(items, receipt["read"])), at))
                 at += receipt["read"]
-            if rows is not None and len(rows):
+            if len(rows):
                 shard = _ComparedShard(task=task, number=number, receipt=receipt, rows=rows, first=first)
                 shard.compare(result)
                 if asked.dataset is not None and task.target.to not in TOKENS:
@@ -107,12 +107,9 @@ def _chosen(receipts: Mapping[int, Mapping[str, Any]], count: int | None) -> dic
     if count is None or count >= total:
         return {number: np.arange(size) for number, size in sizes.items()}
     drawn = np.sort(np.array(random.sample(range(total), count), np.int64))
-    ends = np.cumsum(list(sizes.values()))
-    parts = np.split(drawn, np.searchsorted(drawn, ends[:-1]))
-    return {
-        number: part - (end - sizes[number])
-        for number, part, end in zip(sizes, parts, ends.tolist(), strict=True)
-    }
+    firsts = np.cumsum([0, *sizes.values()])
+    parts = np.split(drawn, np.searchsorted(drawn, firsts[1:-1]))
+    return {number: part - first for number, part, first in zip(sizes, parts, firsts, strict=False)}
 
 
 @dataclass(frozen=True, kw_only=True)

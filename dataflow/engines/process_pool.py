@@ -7,7 +7,7 @@ A script needs no guard against being run again: calls bring along what they nee
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -89,14 +89,9 @@ def _called(call: bytes) -> Any:
     return cloudpickle.loads(call)()
 
 
-def warm_up(modules: set[str], preload: Iterable[str]) -> None:
-    """Start what processes come from, without waiting for it.
-
-    Args:
-        modules: of the functions that will be called.
-        preload: other modules that all calls need.
-    """
-    starting.warm_up({*modules, *preload, __name__})
+def warm_up(modules: set[str]) -> None:
+    """Start what processes come from, with modules that calls need, without waiting for it."""
+    starting.warm_up({*modules, __name__})
 
 
 @contextmanager

@@ -16,9 +16,7 @@ from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
 from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
-
-from msgspec import Struct
+from typing import TypeVar
 
 from dataflow.engines.errors import EngineError, TaskLostError, shown
 from sharding.errors import DataflowError
@@ -29,12 +27,6 @@ R = TypeVar("R")
 _AT_ONCE = 1024
 _RETRIES = 3
 _QUIET_S = 24 * 3600.0
-
-
-class _Attempt(Struct, Generic[T]):
-    number: int
-    task: T
-    count: int = 1
 
 
 def run_all(
@@ -68,25 +60,25 @@ def run_all(
         ...     sorted(run_all(executor, abs, [-3, 4]))
         [(0, 3), (1, 4)]
     """
-    waiting: dict[Future[tuple[R | None, Exception | None]], _Attempt[T]] = {}
+    waiting: dict[Future[tuple[R | None, Exception | None]], tuple[int, T, int]] = {}
     done: SimpleQueue[Future[tuple[R | None, Exception | None]]] = SimpleQueue()
     call, numbered = partial(_outcome, function), enumerate(tasks)
 
-    def submit(attempt: _Attempt[T]) -> None:
+    def submit(number: int, task: T, count: int = 1) -> None:
         try:
-            future = executor.submit(call, attempt.task)
+            future = executor.submit(call, task)
         except (BrokenExecutor, RuntimeError) as error:
             raise EngineError(
                 f"the executor takes no more tasks ({error or type(error).__name__}). One of "
                 "`dataflow.engines.engine` goes on when a worker dies, `ProcessPoolExecutor` does not"
             ) from error
-        waiting[future] = attempt
+        waiting[future] = number, task, count
         future.add_done_callback(done.put)
 
     try:
         while True:
             for number, task in islice(numbered, at_once - len(waiting)):
-                submit(_Attempt(number, task))
+                submit(number, task)
             if not waiting:
                 return
             try:
@@ -96,26 +88,26 @@ def run_all(
                     f"none of {len(waiting)} tasks was done in {timeout_s:,.0f} s: see whether the engine "
                     "has workers, and what they do"
                 ) from None
-            attempt = waiting.pop(future)
+            number, task, count = waiting.pop(future)
             try:
                 result, error = future.result()
             except BrokenExecutor as death:
-                if attempt.count > retries:
+                if count > retries:
                     raise TaskLostError(
-                        f"task {attempt.number} was tried {attempt.count} times, and its worker died each "
-                        f"time ({shown(death)}): the system may have killed it for memory"
+                        f"task {number} was tried {count} times, and its worker died each time "
+                        f"({shown(death)}): the system may have killed it for memory"
                     ) from death
-                submit(_Attempt(attempt.number, attempt.task, attempt.count + 1))
+                submit(number, task, count + 1)
                 continue
             except CancelledError as cancelled:
                 raise EngineError(
                     "the engine cancelled a task: it ended, or cannot be reached"
                 ) from cancelled
             except Exception as lost:  # what the function raised is in `error`
-                raise TaskLostError(f"the engine gave up task {attempt.number} ({shown(lost)})") from lost
+                raise TaskLostError(f"the engine gave up task {number} ({shown(lost)})") from lost
             if error is not None:
                 raise error
-            yield attempt.number, result  # type: ignore[misc]
+            yield number, result  # type: ignore[misc]
     finally:
         for future in waiting:
             future.cancel()
