@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from dataflow.actors.cluster import RayClusterError
 from dataflow.batch.builder import ChunkPlan
 from dataflow.outputs.columns import ChunkRows
-from dataflow.staging.rows import OpenRows, RowReader, WindowPart
+from dataflow.staging.rows import OpenRows, RowReader
 from dataflow.staging.source import Source, Traffic
 from dataflow.staging.window import RowFraction, StagedWindow, WindowSamples
 from prefetch.counts import NO_FAULTS, ReadStats
@@ -120,25 +120,24 @@ class PlannedWindow(StagedWindow):
 
 def read_plan(plan: ChunkPlan, rows: ChunkRows) -> ReadPlan:
     """A chunk whose windows are planned only."""
-    every = np.arange(rows.num_rows)
-    return ReadPlan(plan=plan, parts=[_read_plan_part(part, every[part.chunk_rows]) for part in rows.parts])
-
-
-def _read_plan_part(part: WindowPart, chunk_rows: NDArray[np.int64]) -> ReadPlanPart:
-    window = part.window
-    assert isinstance(window, PlannedWindow)
-    first_row = window.samples.first_row
-    ordinals = np.searchsorted(first_row, part.rows, side="right") - 1
-    used, own = np.unique(ordinals, return_inverse=True)
-    return ReadPlanPart(
-        source=window.source_number,
-        epoch=window.source_epoch,
-        blocks=window.numbers[used],
-        ordinals=own,
-        rows=part.rows - first_row[ordinals],
-        chunk_rows=chunk_rows,
-        whole=window.whole,
-    )
+    every, parts = np.arange(rows.num_rows), list[ReadPlanPart]()
+    for part in rows.parts:
+        window = part.window
+        assert isinstance(window, PlannedWindow)
+        first_row = window.samples.first_row
+        ordinals = np.searchsorted(first_row, part.rows, side="right") - 1
+        used, own = np.unique(ordinals, return_inverse=True)
+        read = ReadPlanPart(
+            source=window.source_number,
+            epoch=window.source_epoch,
+            blocks=window.numbers[used],
+            ordinals=own,
+            rows=part.rows - first_row[ordinals],
+            chunk_rows=every[part.chunk_rows],
+            whole=window.whole,
+        )
+        parts.append(read)
+    return ReadPlan(plan=plan, parts=parts)
 
 
 class ChunkReads:
