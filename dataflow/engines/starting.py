@@ -73,12 +73,11 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
 
 
 class _Engine(Struct, frozen=True, kw_only=True):
-    """The way an engine is started; `module`'s `start(request)` is a context manager."""
+    """The way an engine is started: `start(request)` of `module`, a context manager. Its extra has its name."""
 
     module: str
     package: str = ""
     """The module that is imported of it; "": none."""
-    extra: str = ""
     example: str = ""
     """An address of it."""
     has_queue: bool = False
@@ -87,11 +86,11 @@ class _Engine(Struct, frozen=True, kw_only=True):
 
 _ENGINES = {
     "processes": _Engine(module="process_pool"),
-    "ray": _Engine(module="ray_tasks", package="ray", extra="ray", example="head:6379"),
-    "dask": _Engine(module="dask_client", package="distributed", extra="dask", example="tcp://head:8786"),
-    "spark": _Engine(module="spark_jobs", package="pyspark", extra="spark", example="spark://head:7077"),
-    "slurm": _Engine(module="slurm_jobs", package="submitit", extra="slurm", has_queue=True),
-    "mpi": _Engine(module="mpi_pool", package="mpi4py", extra="mpi"),
+    "ray": _Engine(module="ray_tasks", package="ray", example="head:6379"),
+    "dask": _Engine(module="dask_client", package="distributed", example="tcp://head:8786"),
+    "spark": _Engine(module="spark_jobs", package="pyspark", example="spark://head:7077"),
+    "slurm": _Engine(module="slurm_jobs", package="submitit", has_queue=True),
+    "mpi": _Engine(module="mpi_pool", package="mpi4py"),
 }
 ENGINES = tuple(_ENGINES)
 """Names of the engines."""
@@ -138,7 +137,7 @@ def engine(
             import_module(chosen.package)
         except ModuleNotFoundError as error:
             raise ImportError(
-                f"the engine {name} needs another package: pip install 'dataflow-loader[{chosen.extra}]'"
+                f"the engine {name} needs another package: pip install 'dataflow-loader[{name}]'"
             ) from error
     start: Callable[[EngineRequest], AbstractContextManager[Executor]]
     start = import_module(f"dataflow.engines.{chosen.module}").start

@@ -184,20 +184,20 @@ def test_unknown_engines_and_options_are_refused(name: str, options: dict[str, s
 
 
 @pytest.mark.parametrize(
-    ("name", "package", "extra"),
+    ("name", "package"),
     [
-        ("ray", "ray", "ray"),
-        ("dask", "distributed", "dask"),
-        ("spark", "pyspark", "spark"),
-        ("slurm", "submitit", "slurm"),
-        ("mpi", "mpi4py", "mpi"),
+        ("ray", "ray"),
+        ("dask", "distributed"),
+        ("spark", "pyspark"),
+        ("slurm", "submitit"),
+        ("mpi", "mpi4py"),
     ],
 )
 def test_an_engine_that_is_not_installed_names_the_extra(
-    name: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    text = re.escape(f"pip install 'dataflow-loader[{extra}]'")
+    text = re.escape(f"pip install 'dataflow-loader[{name}]'")
     with pytest.raises(ImportError, match=text), engine(name):
         pass
 
@@ -208,7 +208,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Given:
     given, module = Given(), ModuleType("dataflow.engines.tested")
     module.start = lambda request: nullcontext(given)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    kind = starting._Engine(module="tested", package="json", extra="none", example="head:1")
+    kind = starting._Engine(module="tested", package="json", example="head:1")
     monkeypatch.setitem(starting._ENGINES, "tested", kind)
     return given
 
