@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,25 +28,17 @@ _MOST_BYTES_SENT = 1 << 16
 _SAME_ITEMS = "it must give the same items each time; overwrite=True begins anew"
 
 
-class ShownShards:
+class ShownShards(ProgressBar):
     """Receipts of finished shards by number, which get more, and their bar: samples, bytes, and the rate."""
 
     def __init__(
-        self, receipts: dict[int, dict[str, Any]], num_shards: int | None, visible: bool | None
+        self, receipts: dict[int, dict[str, Any]], bounds: Sequence[int] | None, visible: bool | None
     ) -> None:
-        self.receipts = receipts
+        total, self.receipts = None if bounds is None else len(bounds) - 1, receipts
+        super().__init__("converting", total=total, done=len(receipts), unit="shard", visible=visible)
         self._samples = sum(one["samples"] for one in receipts.values())
         self._bytes = sum(one["bytes"] for one in receipts.values())
         self._before, self._began = self._bytes, time.monotonic()
-        self.bar = ProgressBar(
-            "converting", total=num_shards, done=len(receipts), unit="shard", visible=visible
-        )
-
-    def __enter__(self) -> ShownShards:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
 
     def add(self, receipt: dict[str, Any]) -> None:
         """Count a shard."""
@@ -55,7 +47,7 @@ class ShownShards:
         self._bytes += receipt["bytes"]
         rate = (self._bytes - self._before) / max(1e-3, time.monotonic() - self._began) / 1e6
         text = f"{self._samples:,} samples, {self._bytes / 1e6:,.0f} MB, {rate:,.1f} MB/s"
-        self.bar.show(len(self.receipts), text=text)
+        self.show(len(self.receipts), text=text)
 
 
 def write_all(task: TaskSpec, shown: ShownShards, *, workers: int | None, executor: Executor | None) -> None:

@@ -43,11 +43,6 @@ class Plan:
     run: int = 0
     """Number of the conversion into its folder."""
 
-    @property
-    def num_shards(self) -> int | None:
-        """Return how many shards there are at most; None: not known."""
-        return None if self.bounds is None else len(self.bounds) - 1
-
     def digest(self) -> str:
         """Return a hash of it, which receipts of its shards bear. What vouches for it does not count."""
         return hashlib.blake2b(replace(self, identity=None).to_json(), digest_size=8).hexdigest()
@@ -121,8 +116,3 @@ def bounds_by_bytes(num_samples: Ints, nbytes: Ints, shard_bytes: int) -> list[i
     if at > bounds[-1]:
         bounds.append(at)
     return bounds
-
-
-def bounds_by_count(total: int, shard_samples: int) -> list[int]:
-    """Cut so many samples into shards of `shard_samples`."""
-    return [*range(0, total, shard_samples), total] if total else [0]

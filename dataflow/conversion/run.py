@@ -200,13 +200,13 @@ def convert(
         task = source_of.task(plan, folder)
         receipts = finished_shards(task, sums=verify is not False)
         skipped = len(receipts)
-        with ShownShards(receipts, plan.num_shards, progress) as shown:
+        with ShownShards(receipts, plan.bounds, progress) as shown:
             if plan.bounds is None:
                 write_iterable(task, source_of, shown, plan.options["shard_samples"])
             else:
                 write_all(task, shown, workers=workers, executor=executor)
         _finish(task, receipts, progress, executor)
-        verified = verify_shards(task, receipts, folder.of(CATALOG_NAME), asked, progress) if asked else 0
+        verified = verify_shards(task, receipts, asked, progress) if asked else 0
     written = [receipts[number] for number in sorted(receipts) if receipts[number]["name"]]
     return Converted(
         catalog=folder.of(CATALOG_NAME),

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from dataflow.conversion.folder import OutputFolder
 from dataflow.conversion.identity import described
-from dataflow.conversion.plan import Plan, bounds_by_bytes, bounds_by_count
+from dataflow.conversion.plan import Plan, bounds_by_bytes
 from dataflow.conversion.rows import KEY, DeliveredRows, GivenRows, Rows, StoredRows
 from dataflow.conversion.target import TOKENS, Target, targets_of, with_schema
 from dataflow.conversion.values import with_types
@@ -216,7 +216,8 @@ class ConvertSource:
             size = parse_bytes(shard_size) if isinstance(shard_size, str) else shard_size
             bounds = self._by_bytes(DEFAULT_SHARD_BYTES if size is None else size)
         elif not isinstance(self.rows, GivenRows):
-            bounds = bounds_by_count(len(self.rows), shard_samples or DEFAULT_SHARD_SAMPLES)
+            total = len(self.rows)
+            bounds = [*range(0, total, shard_samples or DEFAULT_SHARD_SAMPLES), total]
         else:
             shard_samples = shard_samples or DEFAULT_SHARD_SAMPLES
         if bounds is not None and isinstance(self.rows, StoredRows):

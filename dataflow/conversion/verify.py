@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dataflow.conversion.folder import ConversionError
+from dataflow.conversion.folder import CATALOG_NAME, ConversionError
 from dataflow.conversion.rows import KEY, GivenRows, StoredRows
 from dataflow.conversion.source import ConvertSource
 from dataflow.conversion.target import TOKENS
@@ -64,7 +64,6 @@ class Asked:
 def verify_shards(
     task: TaskSpec,
     receipts: Mapping[int, Mapping[str, Any]],
-    catalog: str,
     asked: Asked,
     progress: bool | None,
 ) -> int:
@@ -73,14 +72,14 @@ def verify_shards(
     Args:
         task: how they were made.
         receipts: of the shards.
-        catalog: URL of their catalog.
         asked: how many.
         progress: show a bar.
 
     Raises `ConversionError` for the first that differs, naming shard, sample and column.
     """
     chosen = _chosen(receipts, asked.num_samples)
-    written = ShardedDataset(catalog, storage_options=task.folder.options, progress=progress)
+    folder = task.folder
+    written = ShardedDataset(folder.of(CATALOG_NAME), storage_options=folder.options, progress=progress)
     result = StoredRows(written, raw=task.target.to == "tar")
     first, compared, at, items = 0, 0, 0, asked.again() if asked.again else iter(())
     with ProgressBar("comparing", total=len(receipts), unit="shard", visible=progress) as bar:
