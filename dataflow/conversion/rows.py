@@ -64,7 +64,7 @@ class StoredRows:
         self.columns = {output.name: output.sources[0] for output in dataset.outputs}
         """Name -> stored column."""
         self.all_columns = dataset._all_columns
-        """Whether these are all that shards have."""
+        """True if these are all that shards have."""
         self._options, self._policy = dataset.options_elsewhere(), dataset.retry
         self._decode: dict[str, Any] = {}
         self._signed: Mapping[str, str] = {}

@@ -58,7 +58,7 @@ class TaskSpec:
     digest: str = ""
     """Identity of the plan."""
     bounds: Sequence[int] = ()
-    """Where shards begin and the last ends, in positions; (): of an iterable, nobody knows before."""
+    """Positions at which shards begin and the last ends; (): of an iterable, nobody knows before."""
     seed: int | None
     """Seed of the order: of shards in windows of blocks, of others of all samples; None: the source's."""
     checksum: bool = False

@@ -73,7 +73,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
 
 
 class _Engine(Struct, frozen=True, kw_only=True):
-    """The way an engine is started: `start(request)` of `module`, a context manager. Its extra has its name."""
+    """The way an engine is started; `module`'s `start(request)` is a context manager. It names its extra."""
 
     module: str
     package: str = ""
