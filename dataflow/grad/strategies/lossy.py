@@ -13,7 +13,7 @@ computed a gradient for a parameter: what was sent of it is not applied, so it i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,10 +55,22 @@ class LossyStrategy(BucketStrategy):
         precise = gradient.reshape(-1).to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
         return precise if owed is None else precise.add_(owed)
 
-    def compensated_bucket(self, bucket: GradBucket) -> dict[str, Tensor]:
-        """New flat tensors by parameter name, in the order of the bucket: what should be sent."""
-        parts = zip(self.names_in(bucket), bucket.gradients(), strict=True)
-        return {name: self.compensated(name, part) for name, part in parts}
+    @torch.no_grad()
+    def reduced(self, bucket: GradBucket) -> Tensor:
+        """The mean of what the ranks send; called on the thread."""
+        flat, parts = bucket.buffer(), bucket.gradients()
+        named = zip(self.names_in(bucket), parts, strict=True)
+        owed = {name: self.compensated(name, part) for name, part in named}
+        for part, mean in zip(parts, self.means(owed, flat.nbytes), strict=True):
+            part.copy_(mean.view(part.shape))
+        return flat
+
+    def means(self, owed: dict[str, Tensor], nbytes: int) -> Iterable[Tensor]:
+        """The means of what the ranks send of what should be sent, flat, by parameter; what is left is kept.
+
+        `nbytes`: of the bucket's gradients.
+        """
+        raise NotImplementedError
 
     def keep(self, name: str, residual: Tensor) -> None:
         """Remember what of a compensated gradient was not sent; flat, and this object's from now on."""
@@ -146,10 +158,8 @@ class Int8(LossyStrategy):
     def _blocks_in(self, tensor: Tensor) -> int:
         return -(-tensor.numel() // self._block)
 
-    @torch.no_grad()
-    def reduced(self, bucket: GradBucket) -> Tensor:
-        """The mean of what the ranks send; called on the thread."""
-        owed = self.compensated_bucket(bucket)
+    def means(self, owed: dict[str, Tensor], nbytes: int) -> Iterable[Tensor]:
+        """Send blocks to their owners, and get their means from them."""
         dtype = next(iter(owed.values())).dtype
         deal = self._deal(owed)
         blocks = self._as_blocks(owed)[deal.order]
@@ -163,9 +173,7 @@ class Int8(LossyStrategy):
         means = dequantized(self._from_owners(own_rows, deal.counts), dtype)
         for name, rest in self._as_parts(rests, deal, owed).items():
             self.keep(name, rest.clone())
-        for part, mean in zip(bucket.gradients(), self._as_parts(means, deal, owed).values(), strict=True):
-            part.copy_(mean.view(part.shape))
-        return bucket.buffer()
+        return self._as_parts(means, deal, owed).values()
 
     def _deal(self, owed: dict[str, Tensor]) -> _BlockOwners:
         names = tuple(owed)
@@ -243,28 +251,19 @@ class TopK(LossyStrategy):
             return self._ratio
         return float(self._ratio ** (step / self._warmup_steps))
 
-    @torch.no_grad()
-    def reduced(self, bucket: GradBucket) -> Tensor:
-        """The mean of what the ranks send; called on the thread."""
-        flat, owed = bucket.buffer(), self.compensated_bucket(bucket)
+    def means(self, owed: dict[str, Tensor], nbytes: int) -> Iterable[Tensor]:
+        """Send the largest entries, or all where that is less."""
         ratio = self.ratio_at(self.step)
         counts = [math.ceil(ratio * tensor.numel()) for tensor in owed.values()]  # none of an empty one
         entry_bytes = _INDEX_BYTES + next(iter(owed.values())).element_size()
         sparse_bytes = (self.wire.size - 1) * sum(counts) * entry_bytes
         # What is gathered grows with the ranks; the dense sum does not.
-        if sparse_bytes < all_reduce_bytes(flat.nbytes, self.wire.size):
-            means = self._sparse(owed, counts)
-        else:
-            means = self._dense(owed)
-        for part, mean in zip(bucket.gradients(), means, strict=True):
-            part.copy_(mean.view(part.shape))
-        return flat
-
-    def _dense(self, owed: dict[str, Tensor]) -> list[Tensor]:
+        if sparse_bytes < all_reduce_bytes(nbytes, self.wire.size):
+            return self._sparse(owed, counts)
         for name, tensor in owed.items():
             self.keep(name, torch.zeros_like(tensor))
         self.wire.mean(owed.values())
-        return list(owed.values())
+        return owed.values()
 
     def _sparse(self, owed: dict[str, Tensor], counts: list[int]) -> list[Tensor]:
         entries = [top_k(tensor, k) for tensor, k in zip(owed.values(), counts, strict=True)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 
 from dataflow.grad.strategies.strategy import BucketStrategy, StrategyContext
 
-_KINDS = ("error_dict", "p_memory_dict", "q_memory_dict")
+_KINDS = _ERROR, _P, _Q = ("error_dict", "p_memory_dict", "q_memory_dict")
+"""The hook's memories of a bucket."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class PowerSGD(BucketStrategy):
 
     def _revive(self, number: int, names: tuple[str, ...]) -> None:
         """Begin factors anew that became zeros, as those of an all-zero gradient do: they would stay so."""
-        parts = self._split_factors(names, self._hook_state.q_memory_dict[number])
+        parts = self._split(_Q, names, self._hook_state.q_memory_dict[number])
         alive = torch.stack([part.any() for part in parts.values()]).tolist() if parts else []
         for (name, part), lives in zip(parts.items(), alive, strict=True):
             if not lives:  # the same on all ranks, since factors are sums over them
@@ -129,21 +130,12 @@ class PowerSGD(BucketStrategy):
                 self._set_back(each, unknown)
 
     def _set_back(self, sent: _Sent, unknown: set[str]) -> None:
-        errors, factors = self._apart["error_dict"], self._apart["q_memory_dict"]
-        for name, part in zip(sent.names, sent.reduced.split(self._sizes(sent.names)), strict=True):
+        for name, part in self._split(_ERROR, sent.names, sent.reduced).items():
             if name in unknown:
-                errors[name].view(-1).add_(part)
+                self._apart[_ERROR][name].add_(part)
         if sent.factors is not None:
-            before = self._split_factors(sent.names, sent.factors)
-            factors.update((name, part) for name, part in before.items() if name in unknown)
-
-    def _sizes(self, names: tuple[str, ...]) -> list[int]:
-        return [self.context.parameters[name].numel() for name in names]
-
-    def _split_factors(self, names: tuple[str, ...], memory: Tensor) -> dict[str, Tensor]:
-        """Q of each compressed parameter; views."""
-        entries = {name: entries for name, _, entries in self._factored(names)}
-        return dict(zip(entries, memory.split(list(entries.values())), strict=True)) if entries else {}
+            before = self._split(_Q, sent.names, sent.factors)
+            self._apart[_Q].update((name, part) for name, part in before.items() if name in unknown)
 
     def after_step(self, step: int, *, skipped: bool) -> None:
         """Count the step. A skipped one has spoilt errors and factors: all ranks begin them anew."""
@@ -155,7 +147,7 @@ class PowerSGD(BucketStrategy):
     def lr_changed(self, ratio: float) -> None:
         """Rescale the errors, as `LossyStrategy.lr_changed`."""
         if math.isfinite(ratio) and ratio > 0:
-            for errors in (self._hook_state.error_dict, self._apart["error_dict"]):
+            for errors in (self._hook_state.error_dict, self._apart[_ERROR]):
                 for error in errors.values():
                     error.div_(ratio)
 
@@ -163,6 +155,7 @@ class PowerSGD(BucketStrategy):
         """Errors and factors by parameter name, the step, and the generator: every rank saves its own."""
         self._take_apart()
         kinds = {kind: {n: t.clone() for n, t in self._apart[kind].items()} for kind in _KINDS}
+        kinds[_ERROR] = {n: t.view(self.context.parameters[n].shape) for n, t in kinds[_ERROR].items()}
         generator = self._hook_state.rng.get_state(legacy=False)
         inner = {"key": torch.from_numpy(generator["state"]["key"]), "pos": generator["state"]["pos"]}
         return {"step": self._step, "generator": generator | {"state": inner}, **kinds}
@@ -170,11 +163,11 @@ class PowerSGD(BucketStrategy):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue; every rank loads its own."""
         self.check_entries(state, {"step", "generator", *_KINDS})
-        self.checked_tensors(state["error_dict"])
+        self.checked_tensors(state[_ERROR])
         inner, step = state["generator"]["state"], int(state["step"])
         parameters = self.context.parameters
         apart = {
-            kind: {n: t.to(parameters[n].device, copy=True) for n, t in state[kind].items()}
+            kind: {n: t.to(parameters[n].device, copy=True).reshape(-1) for n, t in state[kind].items()}
             for kind in _KINDS
         }
         self._hook_state.rng.set_state(
@@ -192,48 +185,42 @@ class PowerSGD(BucketStrategy):
     def _take_apart(self) -> None:
         """Turn state by buckets into state by parameters."""
         for number, names in self._layouts.items():
-            errors = self._hook_state.error_dict.get(number)
-            if errors is None:
-                continue  # laid out, but the hook has not run
-            for name, part in zip(names, errors.split(self._sizes(names)), strict=True):
-                self._apart["error_dict"][name] = part.view(self.context.parameters[name].shape)
-            low_rank = list(self._factored(names))
-            for kind, at in (("p_memory_dict", 1), ("q_memory_dict", 2)):
-                memory = getattr(self._hook_state, kind)[number]
-                parts = memory.split([int(one[at]) for one in low_rank])
-                self._apart[kind] |= {str(one[0]): part for one, part in zip(low_rank, parts, strict=True)}
+            if number in self._hook_state.error_dict:  # else laid out, but the hook has not run
+                for kind in _KINDS:
+                    self._apart[kind] |= self._split(kind, names, getattr(self._hook_state, kind)[number])
         self._forget()
 
     def _lay_out(self, number: int, names: tuple[str, ...]) -> None:
         """Put values of parameters into a bucket; what is not known for all of them, the hook makes anew."""
         self._layouts[number] = names
-        low_rank = [str(one[0]) for one in self._factored(names)]
-        for kind, members in zip(_KINDS, (names, low_rank, low_rank), strict=True):
-            parts = self._apart[kind]
-            if members and all(name in parts for name in members):
-                getattr(self._hook_state, kind)[number] = torch.cat(
-                    [parts.pop(n).reshape(-1) for n in members]
-                )
+        for kind in _KINDS:
+            parts, members = self._apart[kind], self._entries(kind, names).keys()
+            if members and members <= parts.keys():
+                getattr(self._hook_state, kind)[number] = torch.cat([parts.pop(n) for n in members])
 
-    def _factored(self, names: tuple[str, ...]) -> Iterator[tuple[str, int, int]]:
-        """Name, entries of P and of Q, for each compressed parameter, in the order of the hook's memory."""
+    def _split(self, kind: str, names: tuple[str, ...], memory: Tensor) -> dict[str, Tensor]:
+        """The part that each parameter has of a bucket's memory; flat views."""
+        entries = self._entries(kind, names)
+        return dict(zip(entries, memory.split(list(entries.values())), strict=True))
+
+    def _entries(self, kind: str, names: tuple[str, ...]) -> dict[str, int]:
+        """Entries of each parameter in a memory of the hook, in its order; P and Q have compressed ones."""
+        parameters = self.context.parameters
+        if kind == _ERROR:
+            return {name: parameters[name].numel() for name in names}
         # The stock hook multiplies matrices of one shape in one batch, so its memory goes shape by shape.
-        by_shape: dict[tuple[int, int], list[str]] = {}
+        by_shape: dict[tuple[int, int], dict[str, int]] = {}
         for name in names:
-            parameter = self.context.parameters[name]
-            rows = parameter.shape[0] if parameter.dim() else 1
-            columns = parameter.numel() // rows
+            rows = parameters[name].shape[0]
+            columns = parameters[name].numel() // rows
             rank = min(rows, columns, self._rank)
             if (rows + columns) * rank * self._min_compression_rate < rows * columns:
-                by_shape.setdefault((rows, columns), []).append(name)
-        for (rows, columns), alike in by_shape.items():
-            rank = min(rows, columns, self._rank)
-            yield from ((name, rows * rank, columns * rank) for name in alike)
+                entries = (rows if kind == _P else columns) * rank
+                by_shape.setdefault((rows, columns), {})[name] = entries
+        return {name: entries for alike in by_shape.values() for name, entries in alike.items()}
 
     def _count(self, names: tuple[str, ...], item_bytes: int) -> None:
-        low_rank = list(self._factored(names))
-        whole = set(names) - {name for name, _, _ in low_rank}
-        numels = [sum(self.context.parameters[name].numel() for name in whole)]
-        numels += [sum(p for _, p, _ in low_rank), sum(q for _, _, q in low_rank)]
-        for numel in numels:
+        p, q = self._entries(_P, names), self._entries(_Q, names)
+        whole = sum(self.context.parameters[name].numel() for name in set(names) - p.keys())
+        for numel in (whole, sum(p.values()), sum(q.values())):
             self.wire.count_all_reduce(numel * item_bytes)
