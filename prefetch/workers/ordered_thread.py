@@ -10,31 +10,24 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from types import TracebackType
-from typing import Self, TypeVar
 
 from prefetch.interpreter import frames_of_threads
-
-T = TypeVar("T")
 
 _CLOSE_S = 60.0
 
 
 class OrderedThread:
-    """The thread; it starts with the first task. Thread-safe; leaving a `with` block closes it."""
+    """The thread; it starts with the first task. One caller at a time."""
 
     def __init__(self, name: str, *, close_s: float = _CLOSE_S) -> None:
         self._name, self._close_s = name, close_s
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._submitting = threading.Lock()  # guards _last: it is the latest in the executor's queue too
         self._last: Future[object] | None = None
 
-    def submit(self, task: Callable[[], T]) -> Future[T]:
+    def submit(self, task: Callable[[], object]) -> Future[object]:
         """Run a task after those submitted before it. `RuntimeError` once closed."""
-        with self._submitting:
-            future = self._executor.submit(task)
-            self._last = future  # type: ignore[assignment]
-        return future
+        self._last = self._executor.submit(task)
+        return self._last
 
     def close(self) -> None:
         """Let all submitted tasks end, then the thread. May be called twice.
@@ -53,11 +46,3 @@ class OrderedThread:
         frames = frames_of_threads()
         ours = [t.ident for t in threading.enumerate() if t.name.startswith(self._name)]
         return "".join("".join(traceback.format_stack(frames[i])) for i in ours if i in frames)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

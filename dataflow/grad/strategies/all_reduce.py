@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
-from dataflow.grad.strategies.strategy import OrderedComm, Strategy, StrategyContext, all_reduce_bytes
+from dataflow.grad.strategies.strategy import Strategy, StrategyContext, ThreadedStrategy, all_reduce_bytes
 
 
 class AllReduce(Strategy):
@@ -89,7 +89,7 @@ class Half(Strategy):
         return future
 
 
-class Delayed(Strategy):
+class Delayed(ThreadedStrategy):
     """All-reduce whose updates are one step late: gradients travel while the next step computes.
 
     Step t applies the mean gradient of step t - 1; step 0 applies none, and the last gradient of a run is
@@ -98,24 +98,19 @@ class Delayed(Strategy):
     rank travels with the means: zeros in place of none would move the others by weight decay and momentum.
     """
 
-    _comm: OrderedComm | None = None
-
     def __init__(self) -> None:
         super().__init__("delayed")
 
     def setup(self, context: StrategyContext) -> None:
-        """Start the thread that reduces in the background."""
+        """Nothing is late yet."""
         super().setup(context)
-        self._comm = OrderedComm("comm-delayed")
         self._late: dict[str, Tensor] = {}
         self._exchange: Future[Tensor] | None = None
 
     @torch.no_grad()
     def before_step(self, step: int) -> None:
         """Send this step's gradients off; put the previous step's means in their place."""
-        if self._comm is None:
-            raise RuntimeError("delayed is closed, or was never set up")
-        last_means, sent = self._means(), dict[str, Tensor]()
+        comm, last_means, sent = self.comm, self._means(), dict[str, Tensor]()
         unknown = self.without_gradient()
         for name, parameter in self.context.parameters.items():
             sent[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -130,7 +125,7 @@ class Delayed(Strategy):
             self._late = {name: mean for (name, mean), share in named if share}
             return first
 
-        self._exchange = self._comm.run(exchange, first)
+        self._exchange = comm.run(exchange, first)
 
     def _means(self) -> dict[str, Tensor]:
         """The means of the step before, when they are there."""
@@ -159,9 +154,3 @@ class Delayed(Strategy):
         self.check_entries(state, {"late"})
         self._means()
         self._late = self.checked_tensors(state["late"])
-
-    def close(self) -> None:
-        """Wait for what is under way; end the thread."""
-        if self._comm is not None:
-            self._comm.close()
-            self._comm = None

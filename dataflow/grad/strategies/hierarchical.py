@@ -11,18 +11,14 @@ The reduce-scatter is an all-to-all with a local sum, because gloo's moves as ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import timedelta
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed import ProcessGroup
 from torch.nn import functional as F  # noqa: N812
 
-from dataflow.grad.strategies.strategy import BucketStrategy, StrategyContext, Wire
+from dataflow.grad.strategies.strategy import BucketStrategy, StrategyContext
 from sharding.topology.topology import Topology
 
 
@@ -53,9 +49,8 @@ class Hierarchical(BucketStrategy):
             )
         self._shards = even and self._layout != "leaders"
         across = list(zip(*by_node, strict=True)) if self._shards else [tuple(r[0] for r in by_node)]
-        self._inside = Wire(own_group(context, by_node))
-        self._between = Wire(own_group(context, across))
         super().setup(context)
+        self._inside, self._between = self.wire_among(by_node), self.wire_among(across)
 
     @torch.no_grad()
     def reduced(self, bucket: GradBucket) -> Tensor:
@@ -75,20 +70,9 @@ class Hierarchical(BucketStrategy):
         self._between.add(own)
         return flat.copy_(torch.cat(self._inside.gather(own)).view(-1)[: flat.numel()])
 
-    def bytes_sent(self) -> int:
-        """Inside the node and between nodes."""
-        return self._inside.sent + self._between.sent
-
     def bytes_between_nodes(self) -> int:
-        """Return what of it went to other nodes."""
+        """Return what of `bytes_sent` went to other nodes."""
         return self._between.sent
-
-    def close(self) -> None:
-        """End the thread, destroy the groups."""
-        super().close()
-        if hasattr(self, "_inside"):
-            give_back([self._inside.group, self._between.group])
-            self._inside.group = self._between.group = None
 
 
 def ranks_by_node(topology: Topology, why: str) -> list[list[int]]:
@@ -100,35 +84,3 @@ def ranks_by_node(topology: Topology, why: str) -> list[list[int]]:
             f"({topology.why_unknown['nodes_of_ranks']}); pass topology=detect_topology(), made on all ranks"
         )
     return [[rank for rank, on in enumerate(nodes) if on == node] for node in range(topology.num_nodes)]
-
-
-def own_group(context: StrategyContext, members: Sequence[Sequence[int]]) -> ProcessGroup | None:
-    """Make a group for each list of ranks, on all ranks alike; return the one of this rank.
-
-    None if the rank is in no list, or alone in one. Ranks are numbered as in `context.group`.
-    """
-    if context.group is None:
-        return None
-    if (num_ranks := sum(len(ranks) for ranks in members)) > context.world_size:
-        raise ValueError(
-            f"the topology is that of {num_ranks} ranks, and the model is on {context.world_size} of them: "
-            "reducing by node needs a model on all ranks"
-        )
-    everyone = dist.get_process_group_ranks(context.group)
-    own: ProcessGroup | None = None
-    timeout = None if context.timeout_s is None else timedelta(seconds=context.timeout_s)
-    backend = dist.get_backend(context.group)
-    for ranks in members:  # on every rank, also for groups of others: that is how torch counts groups
-        if len(ranks) > 1:
-            group = dist.new_group([everyone[rank] for rank in ranks], timeout, backend)
-            if context.rank in ranks:
-                assert isinstance(group, ProcessGroup)
-                own = group
-    return own
-
-
-def give_back(groups: Sequence[ProcessGroup | None]) -> None:
-    """Destroy groups, unless all of them went already with the job's own."""
-    for group in groups:
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from dataflow.grad.strategies.hierarchical import give_back, own_group, ranks_by_node
+from dataflow.grad.strategies.hierarchical import ranks_by_node
 from dataflow.grad.strategies.strategy import Strategy, StrategyContext, Wire
 
 
@@ -123,9 +123,9 @@ class DiLoCo(LocalStrategy):
         self.drifted = True
         if (step + 1) % self._every:
             return
-        for name, common in self._common.items():
-            common.grad = common - self.context.parameters[name]
-        ways = [_grad_of(common) for common in self._common.values()]
+        ways = [common - self.context.parameters[name] for name, common in self._common.items()]
+        for common, way in zip(self._common.values(), ways, strict=True):
+            common.grad = way
         has_moved = torch.stack([way.any().to(ways[0]) for way in ways])  # travels with those of its kind
         self.wire.mean([*ways, has_moved])
         for common, share in zip(self._common.values(), has_moved.tolist(), strict=True):
@@ -163,11 +163,6 @@ class DiLoCo(LocalStrategy):
             self._outer.state[self._common[name]]["momentum_buffer"] = buffer
 
 
-def _grad_of(tensor: Tensor) -> Tensor:
-    assert tensor.grad is not None
-    return tensor.grad
-
-
 class PostLocalSGD(LocalStrategy):
     """All-reduce gradients until `start_step`, then average parameters.
 
@@ -202,7 +197,7 @@ class PostLocalSGD(LocalStrategy):
         super().setup(context)
         self._step = 0
         by_node = ranks_by_node(context.topology, "reduce_in_node=True") if self._reduce_in_node else []
-        self._inside = Wire(own_group(context, by_node))
+        self._inside = self.wire_among(by_node)
         world = context.world_size
         sizes = {self._every: world} if isinstance(self._every, int) else self._every
         if context.group is None:
@@ -216,7 +211,7 @@ class PostLocalSGD(LocalStrategy):
         """Over so many consecutive ranks."""
         ranks = range(self.context.world_size)
         parts = [ranks[at : at + size] for at in ranks[::size]]
-        return self.wire if len(parts) == 1 else Wire(own_group(self.context, parts))
+        return self.wire if len(parts) == 1 else self.wire_among(parts)
 
     def syncs(self, step: int) -> bool:
         """Until `start_step`, and after it if nodes reduce."""
@@ -242,10 +237,6 @@ class PostLocalSGD(LocalStrategy):
         elif wire is not None:
             wire.mean(self.parameters())
 
-    def bytes_sent(self) -> int:
-        """Gradients and parameters, over all groups."""
-        return sum(wire.sent for wire in {self.wire, self._inside, *self._averaging.values()})
-
     def state_dict(self) -> dict[str, Any]:
         """The step; this rank's parameters, if they are its own."""
         return super().state_dict() | {"step": self._step}
@@ -256,11 +247,3 @@ class PostLocalSGD(LocalStrategy):
         step = int(state["step"])
         super().load_state_dict({"parameters": state["parameters"]})
         self._step = step
-
-    def close(self) -> None:
-        """Destroy the process groups of the averages."""
-        if hasattr(self, "_averaging"):
-            for wire in dict.fromkeys((self._inside, *self._averaging.values())):
-                if wire is not self.wire:
-                    give_back([wire.group])
-                    wire.group = None

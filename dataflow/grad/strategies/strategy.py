@@ -1,13 +1,14 @@
 """Strategies say how gradients, or parameters, travel between ranks: what all of them begin from.
 
 `Strategy` exchanges nothing; ours override their own part. `Wire` has the collectives, and counts what they
-send. `BucketStrategy` is for those that need several collectives a bucket, on a thread of its own.
+send. `ThreadedStrategy` waits for its collectives on a thread of its own, `BucketStrategy` for each bucket.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -175,6 +176,8 @@ class Strategy:
     context: StrategyContext
     wire: Wire
     """The wire over the context's group."""
+    _other_wires: Sequence[Wire] = ()
+    """The wires over the groups that it has made."""
 
     def __init__(self, name: str, **settings: Any) -> None:
         self.name = name
@@ -189,8 +192,33 @@ class Strategy:
                 "use DistributedDataParallel, or leave the reduction to FSDP2 with AllReduce()"
             )
         self.context = context
-        self.wire = Wire(context.group)
+        self.wire, self._other_wires = Wire(context.group), ()
         self._names = {id(parameter): name for name, parameter in context.parameters.items()}
+
+    def wire_among(self, members: Sequence[Sequence[int]]) -> Wire:
+        """Make a group for each list of ranks, on all ranks alike; the wire is over the one of this rank.
+
+        Over none if the rank is in no list, or alone in one. Ranks are numbered as in `context.group`, and
+        `close` destroys the groups.
+        """
+        context, own = self.context, None
+        if context.group is None:
+            members = ()
+        if (num_ranks := sum(len(ranks) for ranks in members)) > context.world_size:
+            raise ValueError(
+                f"the topology is that of {num_ranks} ranks, and the model is on {context.world_size} of "
+                "them: reducing by node needs a model on all ranks"
+            )
+        timeout = None if context.timeout_s is None else timedelta(seconds=context.timeout_s)
+        for ranks in members:
+            if len(ranks) > 1:  # on every rank, also for groups of others: that is how torch counts groups
+                everyone = dist.get_process_group_ranks(context.group)
+                backend = dist.get_backend(context.group)
+                group = dist.new_group([everyone[rank] for rank in ranks], timeout, backend)
+                own = group if context.rank in ranks else own
+        wire = Wire(own)
+        self._other_wires = *self._other_wires, wire
+        return wire
 
     def without_gradient(self) -> set[str]:
         """Names of the parameters that no rank has computed a gradient for, once gradients are reduced.
@@ -230,8 +258,8 @@ class Strategy:
         self.lr_changed(1 / ratio)
 
     def bytes_sent(self) -> int:
-        """Payload bytes that this rank has sent for gradients and parameters so far."""
-        return self.wire.sent
+        """Payload bytes that this rank has sent for gradients and parameters so far, over all groups."""
+        return sum(wire.sent for wire in (self.wire, *self._other_wires))
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and numbers that a resumed run needs, kept by parameter name; {} if there are none."""
@@ -243,6 +271,10 @@ class Strategy:
 
     def close(self) -> None:
         """Give groups and threads back; may be called twice."""
+        for wire in self._other_wires:
+            if wire.group is not None and dist.is_initialized():  # else it went with the job's own
+                dist.destroy_process_group(wire.group)
+            wire.group = None
 
     def check_entries(self, state: Mapping[str, Any], entries: set[str]) -> None:
         """Raise `ValueError` unless the state has just these entries."""
@@ -314,16 +346,40 @@ class OrderedComm:
         self._thread.close()
 
 
-class BucketStrategy(Strategy):
-    """Reduces each bucket by blocking work on one ordered thread."""
+class ThreadedStrategy(Strategy):
+    """Communicates by blocking work on one ordered thread."""
+
+    _comm: OrderedComm | None = None
+
+    def setup(self, context: StrategyContext) -> None:
+        """Start the thread that communicates."""
+        super().setup(context)
+        self._comm = OrderedComm(f"comm-{self.name}")
+
+    @property
+    def comm(self) -> OrderedComm:
+        """The thread; `RuntimeError` where there is none."""
+        if self._comm is None:
+            raise RuntimeError(f"{self.name} is closed, or was never set up")
+        return self._comm
+
+    def close(self) -> None:
+        """Wait for what is under way; end the thread, destroy the groups."""
+        if self._comm is not None:
+            self._comm.close()
+            self._comm = None
+        super().close()
+
+
+class BucketStrategy(ThreadedStrategy):
+    """Reduces each bucket on the thread."""
 
     hooks_gradients = True
     by_parameter = True
     """True if it takes a bucket apart, where DDP shows only the first half of a complex gradient."""
-    _comm: OrderedComm | None = None
 
     def setup(self, context: StrategyContext) -> None:
-        """Start the thread that reduces buckets. `ValueError` for gradients that cannot be told apart."""
+        """Begin. `ValueError` for gradients that cannot be told apart."""
         for name, parameter in context.parameters.items() if self.by_parameter else ():
             if parameter.is_complex():
                 raise ValueError(
@@ -331,21 +387,12 @@ class BucketStrategy(Strategy):
                     "(torch.view_as_real), or use AllReduce(), Half() or Hierarchical()"
                 )
         super().setup(context)
-        self._comm = OrderedComm(f"comm-{self.name}")
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """`reduced` of the bucket, on the thread."""
-        if self._comm is None:
-            raise RuntimeError(f"{self.name} is closed, or was never set up")
-        return self._comm.run(lambda: self.reduced(bucket), bucket.buffer())
+        return self.comm.run(lambda: self.reduced(bucket), bucket.buffer())
 
     @torch.no_grad()
     def reduced(self, bucket: GradBucket) -> Tensor:
         """The mean over ranks, flat; called on the thread."""
         raise NotImplementedError
-
-    def close(self) -> None:
-        """End the thread that reduces buckets."""
-        if self._comm is not None:
-            self._comm.close()
-            self._comm = None

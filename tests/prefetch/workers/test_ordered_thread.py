@@ -1,6 +1,7 @@
 """The single thread: its order, that nothing is dropped, and that closing has a deadline."""
 
 import threading
+from contextlib import closing
 
 import pytest
 
@@ -13,7 +14,7 @@ def threads_named(name):
 
 def test_tasks_run_in_the_order_of_submission_and_all_of_them_before_close_returns():
     gate, done = threading.Event(), []
-    with OrderedThread("order") as thread:
+    with closing(OrderedThread("order")) as thread:
         thread.submit(gate.wait)
         for number in range(50):
             thread.submit(lambda number=number: done.append(number))
@@ -23,7 +24,7 @@ def test_tasks_run_in_the_order_of_submission_and_all_of_them_before_close_retur
 
 
 def test_a_task_that_raises_tells_its_future_and_the_next_one_runs():
-    with OrderedThread("raises") as thread:
+    with closing(OrderedThread("raises")) as thread:
         bad, good = thread.submit(lambda: 1 // 0), thread.submit(lambda: "done")
         assert isinstance(bad.exception(10), ZeroDivisionError)
         assert good.result(10) == "done"
