@@ -16,18 +16,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
-try:
-    from accelerate import Accelerator
-    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
-except ImportError as error:
-    raise ImportError(
-        f"dataflow.integrations.accelerate needs another package ({error}): "
-        "pip install 'dataflow-loader[transformers]'"
-    ) from error
-
-from dataflow.integrations.versions import warn_if_untried
+from dataflow.integrations.versions import needed_for, warn_if_untried
 from dataflow.loader import DataLoader
 from dataflow.shard_order import ShardOrder
+
+with needed_for(__name__, extra="transformers"):
+    from accelerate import Accelerator
+    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 
 warn_if_untried("accelerate", ("1.10", "1.15"))
 _REPLACED = ("dataset", "_dataset_kind", "sampler", "batch_sampler", "batch_size", "drop_last", "generator")
@@ -123,10 +118,9 @@ class _Shard(_Keeping, DataLoaderShard):  # type: ignore[misc]
 class _Dispatcher(_Keeping, DataLoaderDispatcher):  # type: ignore[misc]
     def _fetch_batches(self, iterator: Any) -> Any:
         # A batch for every process is fetched while those before are handed out: the state is that of now.
-        state = self.dl_state_dict
         if not self.end_of_dataloader:
             self._update_state_dict()
-            state = self.dl_state_dict
+        state = self.dl_state_dict
         try:
             return super()._fetch_batches(iterator)
         finally:

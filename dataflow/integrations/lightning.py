@@ -10,15 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from dataflow.integrations.versions import warn_if_untried
+from dataflow.integrations.versions import needed_for, warn_if_untried
 
-try:
+with needed_for(__name__, extra="lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer
-except ImportError as error:
-    raise ImportError(
-        f"dataflow.integrations.lightning needs another package ({error}): "
-        "pip install 'dataflow-loader[lightning]'"
-    ) from error
 
 warn_if_untried("lightning", ("2.5", "2.6"))
 

@@ -12,16 +12,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-try:
-    from opentelemetry import metrics
-except ImportError as error:
-    raise ImportError(
-        f"dataflow.integrations.opentelemetry needs another package ({error}): "
-        "pip install 'dataflow-loader[metrics]'"
-    ) from error
-
+from dataflow.integrations.versions import needed_for
 from dataflow.telemetry.serving.instruments import Instrument, MetricPoint, all_instruments, points_of
 from dataflow.telemetry.status.page import page_of_process
+
+with needed_for(__name__, extra="metrics"):
+    from opentelemetry import metrics
 
 _SAME_S = 0.5
 """Seconds for which figures are the same: a reader asks for each instrument, one after the other."""

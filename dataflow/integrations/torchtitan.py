@@ -20,27 +20,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-try:
-    from torchtitan.components.dataloader import BaseDataLoader
-    from torchtitan.components.loss import IGNORE_INDEX
-except ImportError as error:
-    raise ImportError(
-        f"dataflow.integrations.torchtitan needs another package ({error}): "
-        "pip install 'dataflow-loader[titan]'"
-    ) from error
-
 from dataflow.dataset import ShardedDataset
-from dataflow.integrations.versions import warn_if_untried
+from dataflow.integrations.versions import needed_for, warn_if_untried
 from dataflow.loader import DataLoader
-from dataflow.mixture import Member, Mixture
+from dataflow.mixture import Mixture
 from dataflow.shard_order import ShardOrder
 from dataflow.text.chat import ChatTemplate
 from dataflow.text.tokenize import Tokenize
 from dataflow.topology_exchange import detect_topology
 from sharding.lengths.batching import Packed
-from sharding.mixture.shares import Weight
 from sharding.topology.replicas import DataParallel
 from sharding.topology.topology import Topology
+
+with needed_for(__name__, extra="titan"):
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.loss import IGNORE_INDEX
 
 warn_if_untried("torchtitan", ("0.3", "0.3"))
 
@@ -182,9 +176,7 @@ class ShardedDataLoader(BaseDataLoader):  # type: ignore[misc]
         datasets = [_opened(source, config, tokenizer, seq_len, by_windows) for source in sources]
         dataset: ShardedDataset | Mixture = datasets[0]
         if len(datasets) > 1:
-            weights: dict[Member, Weight] = {
-                one: source.weight for one, source in zip(datasets, sources, strict=True)
-            }
+            weights: dict[Any, float] = dict(zip(datasets, (each.weight for each in sources), strict=True))
             dataset = Mixture(weights, stop=config.stop, shares="samples" if by_windows else "tokens")
         tail = config.tail or ("drop" if config.infinite else "pad")
         packed = Packed(

@@ -15,17 +15,13 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-try:
+from dataflow.integrations.versions import needed_for, warn_if_untried
+
+with needed_for(__name__, extra="transformers"):
     from transformers import TrainerCallback, trainer as trainer_module
     from transformers.trainer_callback import ExportableState
-except ImportError as error:
-    raise ImportError(
-        f"dataflow.integrations.transformers needs another package ({error}): "
-        "pip install 'dataflow-loader[transformers]'"
-    ) from error
 
 from dataflow.integrations.accelerate import ADDED
-from dataflow.integrations.versions import warn_if_untried
 from dataflow.integrations.vision_inputs import model_inputs as model_inputs
 from dataflow.shard_order import ShardOrder
 

@@ -1,4 +1,4 @@
-"""Versions of frameworks that this project was tried with.
+"""Frameworks that are missing, and versions of them that this project was tried with.
 
 A framework's hooks may change with any of its releases. A training should neither end because of a version
 number nor go wrong in silence, so a version outside the tried range is a warning that names both.
@@ -8,7 +8,20 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+
+
+@contextmanager
+def needed_for(module: str, *, extra: str) -> Iterator[None]:
+    """Say which extra of this project a module of ours needs, where an import in the block fails."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(
+            f"{module} needs another package ({error}): pip install 'dataflow-loader[{extra}]'"
+        ) from error
 
 
 def warn_if_untried(package: str, tried: tuple[str, str]) -> None:

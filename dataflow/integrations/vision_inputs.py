@@ -210,7 +210,8 @@ def model_inputs(batch: Mapping[str, Any], model: Any) -> dict[str, Any]:
         raise ValueError("a sample was split, and its pictures cannot be: let Packed have overlong='error'")
     columns = {name: _entries(name, batch[name], rows) for name in family.columns if name in batch}
     flat = rows.flattened(batch.get("labels"), mask=batch.get("loss_mask"))
-    kept = {name: value for name, value in flat.items() if name not in _LINEAR or _is_linear(config)}
+    is_linear = "linear_attention" in (getattr(config.text_config, "layer_types", None) or ())
+    kept = {name: value for name, value in flat.items() if name not in _LINEAR or is_linear}
     tokens = flat["input_ids"][0]
     if (video := getattr(config, "video_token_id", None)) is not None and bool((tokens == video).any()):
         raise ValueError(f"the batch has tokens of videos ({video}): videos were not tried")
@@ -264,7 +265,3 @@ def _entries(name: str, column: Any, rows: PackedRows) -> list[Tensor]:
             "pixel_values are whole numbers, and models take normalised ones: convert them before"
         )
     return entries
-
-
-def _is_linear(config: Any) -> bool:
-    return "linear_attention" in (getattr(config.text_config, "layer_types", None) or ())
