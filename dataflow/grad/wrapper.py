@@ -46,6 +46,7 @@ class ModelWrapper:
     def __init__(self, model: nn.Module) -> None:
         self.inner = model
         """The module of the user."""
+        self._hooks: list[RemovableHandle] = []
 
     @property
     def device(self) -> torch.device:
@@ -100,6 +101,11 @@ class ModelWrapper:
         """Seconds of the latest SYNC phase, `sync_s` in all, that no computing hid; None: unknown."""
         return 0.0
 
+    def _stop_listening(self) -> None:
+        """Remove its hooks from the user's module; idempotent."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
 
 class DdpModel(ModelWrapper):
     """A model that DistributedDataParallel wraps."""
@@ -115,7 +121,8 @@ class DdpModel(ModelWrapper):
         self._primed = not ddp.static_graph
         self._collective = mixes_batches(ddp)
         self._are_means = False
-        self._reached: ReachedParameters | None = None
+        self._reached: bytearray | None = None
+        """1 for each of `_parameters` that got a gradient; None: nobody asks."""
         self._iteration = -1
         on_cuda = any(parameter.is_cuda for parameter in ddp.parameters())
         ddp._set_ddp_runtime_logging_sample_rate(_CUDA_EVERY if on_cuda else 1)
@@ -134,7 +141,20 @@ class DdpModel(ModelWrapper):
         self._are_means = reduces or not self._primed
         # Elsewhere DDP wants every parameter in each reduction, so the batches that count reach all of them.
         may_be_unused = self.ddp.find_unused_parameters or self.ddp.static_graph or not self._are_means
-        self._reached = ReachedParameters(self.inner) if replays and may_be_unused else None
+        self._reached = None
+        if replays and may_be_unused:
+            # DDP knows it of all ranks together and of replays, too. Hooks cost something at each parameter,
+            # so they are there only in a step in which some rank replays a batch.
+            self._parameters = list(trainable(self.inner).values())
+            self._reached = bytearray(len(self._parameters))
+            self._hooks = [
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._note, self._reached, at))
+                for at, parameter in enumerate(self._parameters)
+            ]
+
+    @staticmethod
+    def _note(reached: bytearray, at: int, parameter: torch.Tensor) -> None:
+        reached[at] = 1
 
     def sync(self, on: bool) -> None:
         """Do as `no_sync`, but held over forward and backward."""
@@ -150,15 +170,19 @@ class DdpModel(ModelWrapper):
 
     def replay_begins(self) -> None:
         """Forget what is reached from here on: it does not count."""
-        if self._reached is not None:
-            self._reached.stop()
+        self._stop_listening()
 
     def keep_real_gradients(self, agreement: Consensus) -> None:
         """Keep gradients that a microbatch of any rank has reached; of this one, where ranks step alone."""
+        self._stop_listening()
         reached, self._reached = self._reached, None
-        if reached is not None:
-            reached.stop()
-            reached.keep(agreement.union(reached.flags) if self._are_means else reached.flags)
+        if reached is None:
+            return
+        flags = torch.tensor(list(reached), dtype=torch.uint8)
+        flags = agreement.union(flags) if self._are_means else flags
+        for parameter, flag in zip(self._parameters, flags.tolist(), strict=True):
+            if not flag:
+                parameter.grad = None
 
     def step_ended(self) -> None:
         """The static graph, if there is one, is known now."""
@@ -172,7 +196,7 @@ class DdpModel(ModelWrapper):
     def restore(self) -> None:
         """A backward pass reduces, and nothing listens."""
         self.ddp.require_backward_grad_sync = True
-        self.replay_begins()
+        self._stop_listening()
 
     def exposed_s(self, sync_s: float) -> float | None:
         """Return what DDP's own log says: when the first bucket left and when the last one was back.
@@ -191,42 +215,6 @@ class DdpModel(ModelWrapper):
         hidden = log.get("backward_compute_comm_overlap_time", 0)
         exposed_s: float = (log["backward_comm_time"] - hidden) / 1e9
         return min(max(0.0, exposed_s), sync_s)
-
-
-class ReachedParameters:
-    """The parameters that get a gradient while it listens.
-
-    DDP knows it of all ranks together and of replays, too. Hooks cost something at each parameter, so they
-    are there only in a step in which some rank replays a batch.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = list(trainable(model).values())
-        self._reached = bytearray(len(self._parameters))
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._note, at))
-            for at, parameter in enumerate(self._parameters)
-        ]
-
-    def _note(self, at: int, parameter: torch.Tensor) -> None:
-        self._reached[at] = 1
-
-    @property
-    def flags(self) -> torch.Tensor:
-        """1 for each parameter that was reached."""
-        return torch.tensor(list(self._reached), dtype=torch.uint8)
-
-    def stop(self) -> None:
-        """Stop listening to the parameters; idempotent."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def keep(self, flags: torch.Tensor) -> None:
-        """Drop the gradients of all parameters without a flag."""
-        for parameter, flag in zip(self._parameters, flags.tolist(), strict=True):
-            if not flag:
-                parameter.grad = None
 
 
 def _keep_beyond_reducer(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
@@ -272,8 +260,7 @@ class Fsdp2Model(ModelWrapper):
         self._layers: list[str] = []
         self._listed = 0
         self._held: Consensus | None = None
-        """Whom to tell of each layer, where that is done; with the hooks that do it and the names."""
-        self._hooks: list[RemovableHandle] = []
+        """Whom to tell of each layer, where that is done by hooks; with the names."""
         self._names: list[str] = []
 
     @property
@@ -315,12 +302,7 @@ class Fsdp2Model(ModelWrapper):
 
     def keep_real_gradients(self, agreement: Consensus) -> None:
         """Replays have made gradients of zero where other ranks have made real ones, and nowhere else."""
-        self._let_go()
-
-    def _let_go(self) -> None:
-        self._held = None
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._stop_listening()
 
     def forward_ended(self) -> None:
         """List what ran: after the last backward pass FSDP2 forgets it. Undo what the loop has switched."""
@@ -377,7 +359,8 @@ class Fsdp2Model(ModelWrapper):
     def restore(self) -> None:
         """A backward pass reduces, and nobody is asked."""
         self.sync(True)
-        self._let_go()
+        self._held = None
+        self._stop_listening()
 
     def exposed_s(self, sync_s: float) -> float | None:
         """Return None where gradients were reduced: FSDP2 does not tell."""
