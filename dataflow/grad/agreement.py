@@ -14,12 +14,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from sharding.errors import DataflowError
+
+T = TypeVar("T")
 
 _SERIAL = itertools.count()
 """Number of agreements made by this process; making one is collective, so it is equal on all ranks."""
@@ -147,7 +149,7 @@ class Consensus:
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.world_size
-        self._call(lambda: dist.all_gather_object(values, value, self.group))
+        self.call(lambda: dist.all_gather_object(values, value, self.group))
         return values
 
     def same(self, field: str, values: Sequence[Any]) -> None:
@@ -162,10 +164,10 @@ class Consensus:
             return lambda: rows
         matrix = torch.zeros(self.world_size, len(row), dtype=torch.float64)
         matrix[self.rank] = torch.tensor(row, dtype=torch.float64)
-        work = self._call(lambda: dist.all_reduce(matrix, group=self.group, async_op=True))
+        work = self.call(lambda: dist.all_reduce(matrix, group=self.group, async_op=True))
 
         def rows_of_all() -> list[list[float]]:
-            self._call(work.wait)
+            self.call(work.wait)
             return matrix.tolist()
 
         return rows_of_all
@@ -177,14 +179,24 @@ class Consensus:
     def union(self, flags: torch.Tensor) -> torch.Tensor:
         """Return which flags are set on any rank; replaces them."""
         if self.group is not None:
-            self._call(lambda: dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group))
+            self.call(lambda: dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group))
         return flags
 
     def broadcast(self, value: Any, source: int) -> Any:
         """Return what rank `source` (of this agreement) gave, pickled on the way."""
         values = [value]
-        self._call(lambda: dist.broadcast_object_list(values, src=self.ranks[source], group=self.group))
+        self.call(lambda: dist.broadcast_object_list(values, src=self.ranks[source], group=self.group))
         return values[0]
+
+    def call(self, what: Callable[[], T], also: dist.ProcessGroup | None = None) -> T:
+        """Do what communicates; an error is `explained`, and names the rank that is gone, if one is."""
+        try:
+            return what()
+        except RuntimeError as error:
+            explained = self.explained(error, also)
+            if explained is error:
+                raise
+            raise explained from error
 
     def explained(self, error: BaseException, also: dist.ProcessGroup | None = None) -> BaseException:
         """The error, or what caused it: a `RankLostError`, or a `DisagreementError` on the layers that ran.
@@ -194,8 +206,6 @@ class Consensus:
         if self._peers is None:
             return error
         explained = self._peers.explained(error, also, self._layers())
-        if explained is error and self._peers.ran:
-            explained = differing_layers(self._peers.ran, self.ranks) or error
         self.lost |= explained is not error
         return explained
 
@@ -204,15 +214,6 @@ class Consensus:
         group, self.group, self._peers = self.group, None, None
         if not self.lost:
             give_private_back(group)
-
-    def _call(self, what: Callable[[], Any]) -> Any:
-        try:
-            return what()
-        except RuntimeError as error:
-            explained = self.explained(error)
-            if explained is error:
-                raise
-            raise explained from error
 
 
 def private_group(ranks: Sequence[int], timeout_s: float, backend: str = "gloo") -> dist.ProcessGroup:
@@ -275,20 +276,19 @@ class Peers:
         timeout_s: of the group.
     """
 
-    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup, name: str, timeout_s: float) -> None:
+    def __init__(self, ranks: tuple[int, ...], group: dist.ProcessGroup, name: str, timeout_s: float) -> None:
         self._name, self._grace = name, timedelta(seconds=min(timeout_s, _GRACE_S))
         self._own = dist.get_rank()
         self._ranks, self._others = ranks, [rank for rank in ranks if rank != self._own]
-        self.ran: list[list[str]] = []
-        """The layers of each rank, after a failure at which all of them were alive."""
         self._open = {rank: _receive(rank, group) for rank in self._others}
 
     def explained(
         self, error: BaseException, also: dist.ProcessGroup | None, ran: Sequence[str]
     ) -> BaseException:
-        """The error itself unless it tells of a connection; else who is lost, the same on all ranks.
+        """The error itself unless it tells of a connection; else who is lost, or which layers differ.
 
-        `ran`: the layers that this rank has run in the step under way, for the others to know.
+        The same on all ranks. `ran`: the layers that this rank has run in the step under way, for the others
+        to know.
         """
         if not _is_of_connection(error):
             return error
@@ -305,14 +305,13 @@ class Peers:
                 return RankLostError(tuple(dead), f"died (seen by rank {self._own}): see its own output")
             late = self._silent(store, self._others, self._grace)
             if not late:
-                self.ran = [json.loads(store.get(self._key(rank))) for rank in self._ranks]
+                layers = [json.loads(store.get(self._key(rank))) for rank in self._ranks]
+                return differing_layers(layers, self._ranks) or error
         except RuntimeError:
             return RankLostError(
                 tuple(closed), "died, or closed connections after a death; the store is gone too"
             )
-        if late:
-            return RankLostError(tuple(late), f"did not come in time (seen by rank {self._own}): {error}")
-        return error
+        return RankLostError(tuple(late), f"did not come in time (seen by rank {self._own}): {error}")
 
     def _silent(self, store: Any, ranks: Sequence[int], within: timedelta) -> list[int]:
         """Return the ranks that do not say "here" in time."""

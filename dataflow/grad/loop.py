@@ -8,6 +8,7 @@ each rank and step the same collectives in the same order, whatever the ranks' d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dataflow.grad.agreement import Deadline
@@ -24,10 +25,11 @@ from dataflow.telemetry.timing.steps import StepRecorder
 T = TypeVar("T")
 
 
+@dataclass(kw_only=True)
 class StepLoop:
     """The loop of one schedule, and what takes part in it. Used by one thread.
 
-    Args:
+    Attributes:
         loader: whose batches are run.
         boundary: ends steps; knows the model, the strategy, the settings, and the other ranks.
         accumulate: microbatches a rank of a full step.
@@ -36,35 +38,32 @@ class StepLoop:
         status: its line on the page of this process; None: it has none.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        boundary: StepBoundary,
-        *,
-        accumulate: int,
-        phases: PhaseLedger,
-        gate: IoGate | None,
-        control: Control | None,
-        status: ScheduleStatus | None = None,
-    ) -> None:
-        self._status = status
-        self.boundary, self.phases, self._gate, self._control = boundary, phases, gate, control
+    loader: Any
+    boundary: StepBoundary
+    accumulate: int
+    phases: PhaseLedger
+    gate: IoGate | None
+    control: Control | None
+    status: ScheduleStatus | None
+
+    def __post_init__(self) -> None:
+        boundary, control = self.boundary, self.control
         self.model, self.strategy, self.agreement = boundary.model, boundary.strategy, boundary.agreement
         model, agreement, settings = boundary.model, boundary.agreement, boundary.settings
-        self.look, self.replay = LookAhead(loader, accumulate, settings.weigh), Replay()
+        self.look, self.replay = LookAhead(self.loader, self.accumulate, settings.weigh), Replay()
         self._negotiation = Negotiation(
-            agreement,
-            model,
-            self.look,
-            self.replay,
+            agreement=agreement,
+            model=model,
+            look=self.look,
+            replay=self.replay,
             settings=settings,
-            accumulate=accumulate,
+            accumulate=self.accumulate,
             control=control,
         )
         self.deadline = Deadline(model.group, settings.timeout_s)
         self.recorder = StepRecorder(
-            phases,
-            loader,
+            self.phases,
+            self.loader,
             mode=lambda: str(control.controller.mode) if control else "",
             rank=agreement.ranks[agreement.rank],
             world_size=agreement.world_size,
@@ -94,10 +93,10 @@ class StepLoop:
                     break
                 self.boundary.units_changed()
                 self.boundary.drop_gradients()  # of backward passes that were none of a window
-                if self._gate and self.strategy.syncs(self.position.step):
-                    self._gate.step_begins(self.position.window)
-                elif self._gate:
-                    self._gate.open()
+                if self.gate and self.strategy.syncs(self.position.step):
+                    self.gate.step_begins(self.position.window)
+                elif self.gate:
+                    self.gate.open()
                 yield step
                 if not step.has_ended:
                     raise RuntimeError("a window was left before its end: call step() after each backward()")
@@ -115,8 +114,8 @@ class StepLoop:
             self.model.restore()
             self.look.end()
             self.phases.enter(Phase.COMPUTE)
-            if self._gate:
-                self._gate.open()
+            if self.gate:
+                self.gate.open()
             self.recorder.save()
 
     def microbatches(self, step: Step) -> Iterator[Any]:
@@ -188,14 +187,14 @@ class StepLoop:
             replays=plan.forwards[rank] - plan.counts[rank],
             seconds=self.phases.take(),
         )
-        held_reads = self._gate.step_ended() if self._gate and syncs else 0
+        held_reads = self.gate.step_ended() if self.gate and syncs else 0
         exposed_s = self.model.exposed_s(info.seconds.sync)
         times = self.recorder.step_ended(info, plan.forwards[rank], exposed_s)
-        if self._control:
-            self._control.step_ended(info, exposed_s, held_reads, syncs=syncs)
-        if self._status is not None:
+        if self.control:
+            self.control.step_ended(info, exposed_s, held_reads, syncs=syncs)
+        if self.status is not None:
             seconds = times.data_s, times.peers_s, times.compute_s, times.exposed_s or 0.0, times.optimizer_s
-            self._status.window(
+            self.status.window(
                 seconds=seconds,
                 microbatches=times.microbatches,
                 replays=info.replays,
@@ -208,21 +207,15 @@ class StepLoop:
 
     def _decided(self) -> dict[str, str]:
         """Return what the controller has decided, and why."""
-        if self._control is None:
+        if self.control is None:
             return {}
-        mode = self._control.controller.mode
+        mode = self.control.controller.mode
         settings = ", ".join(f"{name} {option}" for name, option in mode.settings.items())
         return {"mode": settings, "mode_reason": mode.reason}
 
     def call(self, what: Callable[[], T]) -> T:
-        """Do what communicates; an error names the rank that is gone, if one is."""
-        try:
-            return what()
-        except RuntimeError as error:
-            explained = self.agreement.explained(error, also=self.model.group)
-            if explained is error:
-                raise
-            raise explained from error
+        """Do what communicates, also over the model's group; an error names the rank that is gone."""
+        return self.agreement.call(what, also=self.model.group)
 
     def _offer(self) -> None:
         self.phases.waited(self.look.fill)

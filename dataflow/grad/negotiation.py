@@ -10,7 +10,7 @@ import io
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -57,10 +57,11 @@ _ALIKE = (_WINDOW, _STEP, _ACCUMULATE, _ORDER, _MODE)
 """Columns in which ranks that do the same have the same."""
 
 
+@dataclass(kw_only=True)
 class Negotiation:
     """Offers what this rank has for a step, and decides on the step with the other ranks' offers.
 
-    Args:
+    Attributes:
         agreement: with whom.
         model: how it is wrapped says what a replay may be.
         look: has the batches of the next step.
@@ -70,21 +71,16 @@ class Negotiation:
         control: tells the other ranks of steps that ended, and decides on the mode of the next one.
     """
 
-    def __init__(
-        self,
-        agreement: Consensus,
-        model: ModelWrapper,
-        look: LookAhead,
-        replay: Replay,
-        *,
-        settings: ScheduleSettings,
-        accumulate: int,
-        control: Control | None = None,
-    ) -> None:
-        self._agreement, self._model, self._look, self._replay = agreement, model, look, replay
-        self._settings, self._weights, self._accumulate = settings, tuple(settings.weights), accumulate
-        self._control = control
-        self._constant = settings.constant_weights and control is None
+    agreement: Consensus
+    model: ModelWrapper
+    look: LookAhead
+    replay: Replay
+    settings: ScheduleSettings
+    accumulate: int
+    control: Control | None
+
+    def __post_init__(self) -> None:
+        self._weights = tuple(self.settings.weights)
         self._rows: Callable[[], list[list[float]]] = list
         self._promise: int | None = None
         """Batches that every rank has in this epoch; None: unknown, and every step is agreed on."""
@@ -92,10 +88,11 @@ class Negotiation:
     def begin_epoch(self, at: Position) -> None:
         """Learn whether all ranks know that they have as many batches."""
         self._promise = None
-        if self._agreement.world_size == 1 or not self._constant:
+        constant = self.settings.constant_weights and self.control is None
+        if self.agreement.world_size == 1 or not constant:
             return
-        batches = self._look.batches_ahead()
-        rows = self._agreement.offer(self._row(at, batches=batches))()
+        batches = self.look.batches_ahead()
+        rows = self.agreement.offer(self._row(at, batches=batches))()
         self._check(rows)
         counts = {row[_BATCHES] for row in rows}
         self._promise = batches if len(counts) == 1 and batches >= 0 else None
@@ -103,22 +100,22 @@ class Negotiation:
     def end_epoch(self) -> None:
         """Wait for the other ranks where nothing was sent: who hangs after the last average is missed."""
         if self._promise is not None:
-            self._agreement.any(False)
+            self.agreement.any(False)
 
     def offer(self, at: Position) -> None:
         """Tell what this rank has for the next step. Waits for nobody."""
-        share, num_taken = self._look.share, self._look.num_taken
-        row = self._row(at, share, can_replay=not share.batches and self._replay.available())
+        share, num_taken = self.look.share, self.look.num_taken
+        row = self._row(at, share, can_replay=not share.batches and self.replay.available())
         if self._promise is None:
-            self._rows = self._agreement.offer(row)
+            self._rows = self.agreement.offer(row)
             return
-        if num_taken > self._promise or (self._look.exhausted and num_taken < self._promise):
+        if num_taken > self._promise or (self.look.exhausted and num_taken < self._promise):
             raise RuntimeError(
                 f"the loader said {self._promise} batches in this epoch and gave {num_taken}"
-                f"{'' if self._look.exhausted else ' or more'}; the other ranks have relied on that: its len "
+                f"{'' if self.look.exhausted else ' or more'}; the other ranks have relied on that: its len "
                 "must be right, or raise TypeError"
             )
-        rows = [row] * self._agreement.world_size  # theirs are as mine
+        rows = [row] * self.agreement.world_size  # theirs are as mine
         self._rows = lambda: rows
 
     def decide(self, at: Position) -> Step:
@@ -126,21 +123,21 @@ class Negotiation:
 
         Raises `DisagreementError` where ranks are not at the same place, and `UnevenRanksError`.
         """
-        share, rank = self._look.next_share(), self._agreement.rank
-        equal_forwards = self._model.equal_forwards
+        share, rank = self.look.next_share(), self.agreement.rank
+        equal_forwards = self.model.equal_forwards
         rows = self._rows()
         self._check(rows)
         end = len(_COLUMNS) + len(self._weights)  # of the weights in a row
-        at_once = self._control.begin([row[end:] for row in rows], at.window) if self._control else 1
+        at_once = self.control.begin([row[end:] for row in rows], at.window) if self.control else 1
         counts = [int(row[_COUNT]) for row in rows]
         plan = plan_step(
             counts,
-            accumulate=self._accumulate,
-            uneven=self._settings.uneven,
-            partial=self._settings.partial,
+            accumulate=self.accumulate,
+            uneven=self.settings.uneven,
+            partial=self.settings.partial,
             equal_forwards=equal_forwards,
         )
-        if plan.replays and mixes_batches(self._model.inner):
+        if plan.replays and mixes_batches(self.model.inner):
             raise UnevenRanksError(
                 plan.counts, 'SyncBatchNorm would mix a replayed batch into the others: use uneven="min"'
             )
@@ -148,14 +145,14 @@ class Negotiation:
         if any(plan.left_out) and not plan.empty:
             # Rows have the weights of all batches that were offered; only now it is known which of them run.
             own = summed(share.weights[: plan.counts[rank]])
-            run = self._agreement.offer([own.get(name, 0.0) for name in self._weights])()
+            run = self.agreement.offer([own.get(name, 0.0) for name in self._weights])()
             weights = [dict(zip(self._weights, row, strict=True)) for row in run]
-        if self._control and at_once > 1:
-            join = self._control.allowed.merge or joined
+        if self.control and at_once > 1:
+            join = self.control.allowed.merge or joined
             batches = merged_batches(share.batches, plan.counts[rank], at_once, join)
             share, plan = replace(share, batches=batches), plan.merged(at_once)
         totals = {**summed(weights), MICROBATCHES: float(sum(plan.counts))}
-        factors = scales(totals, self._agreement.world_size)
+        factors = scales(totals, self.agreement.world_size)
         lent = self._lent(plan, share) if plan.replays and equal_forwards else []
         if plan.replays and not equal_forwards:
             self._lend_one(rows, plan, share)
@@ -167,8 +164,8 @@ class Negotiation:
             forwards and not (count or row[_REPLAY])
             for forwards, count, row in zip(plan.forwards, plan.counts, rows, strict=True)
         )
-        if any(lacking) and (lent := self._lent(plan, share)) and not self._replay.available():
-            self._replay.take_over(lent[0])
+        if any(lacking) and (lent := self._lent(plan, share)) and not self.replay.available():
+            self.replay.take_over(lent[0])
 
     def _lent(self, plan: StepPlan, share: Share) -> list[Any]:
         """The batches of a rank that has all, for the replays of this one: of the same microbatches.
@@ -178,20 +175,20 @@ class Negotiation:
         pairs = list(zip(plan.counts, plan.forwards, strict=True))
         begin, end = min(plan.counts), max(forwards for count, forwards in pairs if count < forwards)
         lender = plan.counts.index(max(plan.counts))
-        own = _packed(share.batches[begin:end]) if lender == self._agreement.rank else None
-        packed = self._agreement.broadcast(own, lender)
+        own = _packed(share.batches[begin:end]) if lender == self.agreement.rank else None
+        packed = self.agreement.broadcast(own, lender)
         if isinstance(packed, str):  # on all ranks alike: who waited for the batches would wait in vain
             raise ValueError(
-                f"ranks without data replay batches of rank {self._agreement.ranks[lender]}, which cannot be "
+                f"ranks without data replay batches of rank {self.agreement.ranks[lender]}, which cannot be "
                 f'sent: {packed}; make batches that can be pickled, or use uneven="min"'
             )
-        count, forwards = pairs[self._agreement.rank]
+        count, forwards = pairs[self.agreement.rank]
         batches: list[Any] = torch.load(io.BytesIO(packed), map_location=self._placed, weights_only=False)
         return batches[count - begin : forwards - begin]
 
     def _placed(self, storage: Any, location: str) -> Any:
         """Return what lay on the lender's accelerator comes to this rank's."""
-        return None if location == "cpu" else default_restore_location(storage, str(self._model.device))
+        return None if location == "cpu" else default_restore_location(storage, str(self.model.device))
 
     def _row(
         self, at: Position, share: Share | None = None, *, can_replay: bool = False, batches: int = -1
@@ -200,17 +197,17 @@ class Negotiation:
         weights = summed(share.weights) if share is not None else {}
         row = [0.0] * len(_COLUMNS)
         row[_BATCHES], row[_COUNT] = batches, len(share.batches) if share is not None else 0
-        row[_WINDOW], row[_STEP], row[_ACCUMULATE] = at.window, at.step, self._accumulate
+        row[_WINDOW], row[_STEP], row[_ACCUMULATE] = at.window, at.step, self.accumulate
         row[_ORDER], row[_REPLAY] = at.order, can_replay
         row += [weights.get(name, 0.0) for name in self._weights]
-        if self._control is not None:
-            row[_MODE] = self._control.check()
-            row += self._control.row()
+        if self.control is not None:
+            row[_MODE] = self.control.check()
+            row += self.control.row()
         return row
 
     def _check(self, rows: list[list[float]]) -> None:
         for column in _ALIKE:
-            self._agreement.same(_COLUMNS[column], [int(row[column]) for row in rows])
+            self.agreement.same(_COLUMNS[column], [int(row[column]) for row in rows])
 
 
 def _packed(batches: list[Any]) -> bytes | str:

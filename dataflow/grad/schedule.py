@@ -181,8 +181,8 @@ class GradSchedule(Shown):
             model=wrapper.kind,
         )
         self._loop = StepLoop(
-            loader,
-            StepBoundary(
+            loader=loader,
+            boundary=StepBoundary(
                 model=wrapper,
                 optimizer=optimizer,
                 strategy=self.strategy,
