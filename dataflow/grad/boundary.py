@@ -19,8 +19,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dataflow.grad.agreement import Consensus
 from dataflow.grad.step import ScheduleSettings
+from dataflow.grad.strategies.all_reduce import AllReduce
 from dataflow.grad.strategies.strategy import Strategy
-from dataflow.grad.wrapper import Fsdp2Model, ModelWrapper
+from dataflow.grad.strategies.switch import StrategySwitch
+from dataflow.grad.wrapper import DdpModel, Fsdp2Model, ModelWrapper
 
 
 @dataclass(frozen=True)
@@ -84,16 +86,12 @@ class StepBoundary:
         """Set the learning rate and scale that the strategy counts in to those of `units()`."""
         self._lr, self._scale = float(state["lr"]), float(state["scale"])
 
-    def step(self, number: int, *, equal_gradients: bool, replays: bool) -> Outcome:
-        """End the step with this number, counted over those taken.
-
-        `equal_gradients`: all ranks hold the same gradient, so they judge it alike without a word.
-        `replays`: some rank has replayed a batch.
-        """
+    def step(self, number: int, *, replays: bool) -> Outcome:
+        """End the step with this number, counted over those taken; `replays`: some rank replayed a batch."""
         self.model.keep_real_gradients(self.agreement)
         self.strategy.before_step(number)
         scaled = self.scaler is not None and self.scaler.is_enabled()
-        agree = self.agreement.world_size > 1 and not equal_gradients
+        agree = self.agreement.world_size > 1 and not self._are_equal(number)
         self._layers = self.model.checksum()
         max_norm = self.settings.max_norm
         looks = max_norm is not None or self.settings.skip_nonfinite or scaled
@@ -133,6 +131,11 @@ class StepBoundary:
     def _parameters(self) -> list[torch.Tensor]:
         every: list[torch.Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
         return [parameter for parameter in every if parameter.grad is not None]
+
+    def _are_equal(self, number: int) -> bool:
+        """Return whether DDP has averaged: ranks hold the same gradient then, and judge it without a word."""
+        is_mean = type(self.strategy) is AllReduce or isinstance(self.strategy, StrategySwitch)
+        return is_mean and self.strategy.syncs(number) and isinstance(self.model, DdpModel)
 
     @property
     def _is_sharded(self) -> bool:

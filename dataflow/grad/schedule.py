@@ -37,7 +37,6 @@ from dataflow.grad.step import (
 )
 from dataflow.grad.strategies.all_reduce import AllReduce, Delayed
 from dataflow.grad.strategies.strategy import Strategy, StrategyContext
-from dataflow.grad.strategies.switch import StrategySwitch
 from dataflow.grad.wrapper import (
     DdpModel,
     ModelWrapper,
@@ -287,14 +286,8 @@ class GradSchedule(Shown):
             return None
         self._check_scaled(microbatch.step)
         self.phases.enter(Phase.STEP)
-        number = self._loop.position.step
-        # Where DDP has averaged, all ranks hold the same gradient: what is finite need not be asked.
-        is_mean = type(self.strategy) is AllReduce or isinstance(self.strategy, StrategySwitch)
-        equal = is_mean and self.strategy.syncs(number) and isinstance(self._loop.model, DdpModel)
-        replays = microbatch.step.plan.replays
-        outcome = self._loop.call(
-            lambda: self._loop.boundary.step(number, equal_gradients=equal, replays=replays)
-        )
+        number, replays = self._loop.position.step, microbatch.step.plan.replays
+        outcome = self._loop.call(lambda: self._loop.boundary.step(number, replays=replays))
         self.phases.enter(Phase.COMPUTE)
         self.last = self._loop.end(microbatch.step, outcome)
         return self.last
