@@ -171,7 +171,6 @@ class StepLoop:
         step.has_ended, self.microbatch = True, None
         if outcome.skipped:
             self.replay.forget()
-        self.model.step_ended()
         syncs = self.strategy.syncs(self.position.step)  # before the position moves on
         self.position.step_ended(
             plan, step.totals, syncs=syncs, skipped=outcome.skipped, layers=outcome.layers

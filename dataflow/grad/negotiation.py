@@ -88,8 +88,8 @@ class Negotiation:
     def begin_epoch(self, at: Position) -> None:
         """Learn whether all ranks know that they have as many batches."""
         self._promise = None
-        constant = self.settings.constant_weights and self.control is None
-        if self.agreement.world_size == 1 or not constant:
+        by_batch = any(callable(weight) for weight in self.settings.weights.values())
+        if self.agreement.world_size == 1 or by_batch or self.control is not None:
             return
         batches = self.look.batches_ahead()
         rows = self.agreement.offer(self._row(at, batches=batches))()

@@ -93,11 +93,6 @@ class ScheduleSettings:
             for name, weight in self.weights.items()
         }
 
-    @property
-    def constant_weights(self) -> bool:
-        """No weight depends on the batch."""
-        return not any(callable(weight) for weight in self.weights.values())
-
     def compared(self) -> dict[str, Any]:
         """Return what must be the same on all ranks."""
         return {

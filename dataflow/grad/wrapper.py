@@ -88,9 +88,6 @@ class ModelWrapper:
     def check_same(self, checksums: Sequence[float], agreement: Consensus) -> None:
         """`DisagreementError` where the ranks' checksums differ; on all ranks alike."""
 
-    def step_ended(self) -> None:
-        """A step was run to its end."""
-
     def step_left(self) -> None:
         """A step was left before its end: forget what its backward passes have begun."""
 
@@ -174,6 +171,7 @@ class DdpModel(ModelWrapper):
 
     def keep_real_gradients(self, agreement: Consensus) -> None:
         """Keep gradients that a microbatch of any rank has reached; of this one, where ranks step alone."""
+        self._primed = True  # the static graph, if there is one, is known now
         self._stop_listening()
         reached, self._reached = self._reached, None
         if reached is None:
@@ -183,10 +181,6 @@ class DdpModel(ModelWrapper):
         for parameter, flag in zip(self._parameters, flags.tolist(), strict=True):
             if not flag:
                 parameter.grad = None
-
-    def step_ended(self) -> None:
-        """The static graph, if there is one, is known now."""
-        self._primed = True
 
     def step_left(self) -> None:
         """Let DDP forget which parameters were used: it would ask for gradients that were dropped."""

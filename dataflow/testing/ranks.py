@@ -289,7 +289,8 @@ class _Ranks:
         """Wait for all ranks, let them go together, and unpickle what they returned."""
         __tracebackhide__ = True
         while waiting := [rank for rank in self._ranks if rank.outcome is None]:
-            ready = self._wait([rank.pipe for rank in waiting] + [rank.process.sentinel for rank in waiting])
+            news = [rank.pipe for rank in waiting] + [rank.process.sentinel for rank in waiting]
+            ready = wait(news, max(0.0, self._deadline - time.monotonic()))
             if not ready:
                 raise self._hung(waiting)
             for rank in waiting:
@@ -299,9 +300,6 @@ class _Ranks:
                     raise self._first_cause(self._failed(rank, rank.outcome))
         self._let_go()
         return [pickle.loads(rank.outcome) for rank in self._ranks]  # type: ignore[arg-type]
-
-    def _wait(self, what: Sequence[Any]) -> list[Any]:
-        return wait(what, max(0.0, self._deadline - time.monotonic()))
 
     def _let_go(self) -> None:
         for rank in self._ranks:
