@@ -2,5 +2,5 @@
 
 In: chunks of the engine, with their windows staged. Out: their batches, in memory that all processes share.
 Read `dispatch` and `builders` first; `serialized` is what is sent, `builder_main` what a process does with
-it, `threads_first` how threads give way to processes.
+it, `parts` how several make one batch, `threads_first` how threads give way to processes.
 """
