@@ -142,12 +142,9 @@ def read_file(access: HubAccess, name: HubName, path: str, most_bytes: int, is_l
 def _hub_errors(name: HubName, access: HubAccess) -> Iterator[None]:
     """Turn what huggingface_hub raises into `ShardReadError`; causes tell whether to ask again."""
     errors = huggingface_hub().errors
-    has_token = "authorization" in access.headers()
-    login = (
-        "the token that was sent may not read it"
-        if has_token
-        else "no token was sent: set HF_TOKEN or run 'hf auth login'"
-    )
+    login = "no token was sent: set HF_TOKEN or run 'hf auth login'"
+    if "authorization" in access.headers():
+        login = "the token that was sent may not read it"
     try:
         yield
     except RefusedError as refusal:

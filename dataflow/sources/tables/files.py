@@ -8,11 +8,10 @@ from urllib.parse import quote
 
 from msgspec import Struct
 
-from sharding import urls
 from sharding.blocks import Format
 from sharding.formats import resolve_format
 from sharding.redaction import identity_of
-from sharding.urls import is_http
+from sharding.urls import below as url_below, is_http
 
 if TYPE_CHECKING:
     from sharding.formats.tables.fitting import TableFile
@@ -48,4 +47,4 @@ def name_of(format: str, url: str, version: str) -> str:  # noqa: A002
 def below(folder: str, name: str) -> str:
     """The URL of a file by its path below a folder."""
     # Elsewhere, what a table calls a file is its key as it is.
-    return urls.below(folder, quote(name) if is_http(folder) else name)
+    return url_below(folder, quote(name) if is_http(folder) else name)
