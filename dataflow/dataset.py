@@ -47,7 +47,7 @@ from sharding.catalog.build import is_catalog
 from sharding.catalog.schema import DatasetSchema
 from sharding.catalog.table import BlockTable, Catalog
 from sharding.errors import SampleError
-from sharding.hub.names import is_pinned, parse_name
+from sharding.hub.names import is_pinned, options_elsewhere, parse_name
 from sharding.order.balanced import Balance, BalancedOrder
 from sharding.order.permutations import mix_key
 from sharding.order.selection import SelectedOrder, Selection
@@ -288,8 +288,6 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     def options_elsewhere(self) -> dict[str, Any]:
         """The storage options for another machine: it asks the Hub that this one asks, with its token."""
-        from sharding.hub.access import options_elsewhere
-
         return options_elsewhere(self.catalog.urls, self.storage_options)
 
     def new_reader(

@@ -66,6 +66,16 @@ OUTSIDE = {
     "values gathered, and cut into blocks": ("sharding.formats.gathering",),
     "Megatron": ("sharding.formats.megatron", "sharding.write.megatron"),
     "Energon": ("dataflow.sources.energon",),
+    "Hub, splits": (
+        "dataflow.sources.hub",
+        "prefetch.http.hub",
+        "sharding.hub.access",
+        "sharding.hub.answers",
+        "sharding.hub.card",
+        "sharding.hub.filesystem",
+        "sharding.hub.layout",
+        "sharding.hub.snapshot",
+    ),
     "Delta, Iceberg, Hive, CSV and text": ("sharding.formats.tables", "dataflow.sources.tables"),
     "loose files and manifests": (
         "dataflow.sources.file_catalogs",

@@ -54,8 +54,7 @@ from sharding.formats.files import (
     key_of,
 )
 from sharding.formats.tables.separated import separator_of
-from sharding.hub.layout import KEYWORDS
-from sharding.hub.names import is_hub
+from sharding.hub.names import KEYWORDS, is_hub
 from sharding.printable import listed, printable_name
 from sharding.redaction import identity_of
 from sharding.urls import (

@@ -14,7 +14,7 @@ from dataflow.sources.indexing import RunTasks, ShardGroup, scanned_here
 from prefetch.store.retrier import Retrier
 from sharding.catalog.build import Scanned
 from sharding.errors import ShardError
-from sharding.hub.access import options_elsewhere
+from sharding.hub.names import options_elsewhere
 
 T = TypeVar("T")
 _SHARDS_OF_A_TASK = 1_000

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import cache
+from pkgutil import resolve_name
 from typing import Any
 
 from fsspec.asyn import AsyncFileSystem
 
 from prefetch.http.connections import Destination
 from prefetch.http.direct import NotDirectError, direct_http, direct_s3
-from prefetch.http.hub import hub_body
 from prefetch.http.responses import Check, check_range, gives_own_bytes, raise_for_status
 
 Fill = Callable[[Any, str, int, Destination, Check], Awaitable[None]]
@@ -30,21 +31,23 @@ Client = tuple[Fill, bool]
 """A way to ask for a filesystem's bytes, and whether they come in pieces."""
 
 PIECE_BYTES = 1 << 18
+_resolved = cache(resolve_name)
+"""Finds what a filesystem names. Each read asks."""
 
 
 def client_of(fs: Any) -> Client | None:
     """Return what asks for this filesystem's bytes; None: only `cat_file` does.
 
     Filesystems are told apart by what they can do, as their packages may not be installed, and other classes
-    may serve the same protocol. But for `simplecache::` and its like: they show the attributes of what they
-    wrap, and would be passed by.
+    may serve the same protocol; ours name what asks, as `fill`. But for `simplecache::` and its like: they
+    show the attributes of what they wrap, and would be passed by.
     """
     if not isinstance(fs, AsyncFileSystem) or fs.asynchronous:
         return None
     if hasattr(fs, "encode_url") and hasattr(fs, "set_session"):
         return http_body, True
-    if hasattr(fs, "file_address"):
-        return hub_body, True
+    if fill := getattr(fs, "fill", ""):
+        return _resolved(fill), True
     if hasattr(fs, "get_s3") and hasattr(fs, "_get_s3_method_kwargs"):
         return s3_body, True
     return whole_body, False

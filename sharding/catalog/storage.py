@@ -13,11 +13,12 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from pkgutil import resolve_name
 from typing import Any, BinaryIO, cast
 
 from sharding.blocks import Shard
 from sharding.errors import DataflowError, ShardReadError
-from sharding.hub.names import is_hub
+from sharding.hub.names import FILESYSTEM, is_hub
 from sharding.redaction import hide_secrets, identity_of, redact_logs
 from sharding.urls import is_chain, is_http, is_local, local_path, protocol_of, url_to_fs
 
@@ -55,9 +56,7 @@ def open_url(url: str, storage_options: Mapping[str, Any] | None = None) -> tupl
             "ShardedDataset(..., cache=Cache(folder))"
         )
     if is_hub(url):
-        from sharding.hub.filesystem import hub_filesystem
-
-        hub = hub_filesystem(storage_options or {})
+        hub = resolve_name(FILESYSTEM)(storage_options or {})
         if hub is not None:
             return hub, hub._strip_protocol(url)
     try:

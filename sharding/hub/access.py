@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import urlsplit
-
-from sharding.hub.names import is_hub
 
 NO_HUB = "datasets in the Hugging Face Hub's layout need another package: pip install 'dataflow-loader[hub]'"
 
@@ -95,10 +93,3 @@ def huggingface_hub() -> Any:
     except ImportError as error:
         raise ImportError(NO_HUB) from error
     return huggingface_hub
-
-
-def options_elsewhere(urls: Sequence[str], storage_options: Mapping[str, Any]) -> dict[str, Any]:
-    """The storage options of shards for another machine: it asks the same Hub, with the same token."""
-    if not any(map(is_hub, urls[:1])):
-        return dict(storage_options)
-    return {**storage_options, **HubAccess.given(storage_options).options()}

@@ -44,6 +44,7 @@ class HubFileSystem(AsyncFileSystem):  # type: ignore[misc]
     """
 
     protocol = "hf"
+    fill = "prefetch.http.hub:hub_body"
 
     def __init__(self, token: str | bool | None = None, endpoint: str | None = None, **options: Any) -> None:
         super().__init__(**options)

@@ -23,17 +23,12 @@ from typing import Any
 
 from sharding.errors import DataflowError
 from sharding.formats import ENTRIES, format_of_suffix, suffix_of
+from sharding.hub.names import KEYWORDS
 from sharding.printable import listed
 
 _SHARDED = "data/{split}-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9]*.*"
 _SHARD_NAME = re.compile(r"data/(.+?)-[0-9]{5}-of-[0-9]{5}.*\..*")
 _SPLIT_NAME = re.compile(r"\w+(\.\w+)*")
-KEYWORDS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "dev", "val"),
-    "test": ("test", "testing", "eval", "evaluation"),
-}
-"""Names of folders and files by split, as `datasets` knows them."""
 _SEPARATORS = "-._ 0-9"
 _IN_FOLDER_NAME = (
     "**/{keyword}/**",
@@ -176,15 +171,11 @@ def _default_patterns(paths: Sequence[str], data_dir: str) -> dict[str, list[str
         ordered = [name for name in KEYWORDS if name in names] + sorted(names - KEYWORDS.keys())
         return {name: [_SHARDED.format(split=name)] for name in ordered}
     for shapes in (_IN_FOLDER_NAME, _IN_FILE_NAME):
-        splits = {
-            split: [shape.format(keyword=word, sep=_SEPARATORS) for word in words for shape in shapes]
-            for split, words in KEYWORDS.items()
-        }
-        found = {
-            split: patterns
-            for split, patterns in splits.items()
-            if any(_matching(pattern, paths, data_dir) for pattern in patterns)
-        }
+        found = {}
+        for split, words in KEYWORDS.items():
+            patterns = [shape.format(keyword=word, sep=_SEPARATORS) for word in words for shape in shapes]
+            if any(_matching(pattern, paths, data_dir) for pattern in patterns):
+                found[split] = patterns
         if found:
             return found
     return {"train": ["**"]} if _matching("**", paths, data_dir) else {}

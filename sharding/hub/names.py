@@ -1,8 +1,11 @@
-"""Parse `hf://datasets/org/name@revision/path`."""
+"""Names on the Hub: `hf://datasets/org/name@revision/path`, splits, and what asks it, outside the core."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from pkgutil import resolve_name
+from typing import Any
 from urllib.parse import quote, unquote
 
 from msgspec import Struct
@@ -12,6 +15,15 @@ _DATASET = re.compile(
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 DEFAULT_REVISION = "main"
+FILESYSTEM = "sharding.hub.filesystem:hub_filesystem"
+ACCESS = "sharding.hub.access:HubAccess.given"
+"""Functions of `storage_options`: its filesystem, None where fsspec's serves; its address and token."""
+KEYWORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Names of folders and files by split, as `datasets` knows them."""
 
 
 class HubName(Struct, frozen=True):
@@ -58,3 +70,10 @@ def parse_name(url: str) -> HubName:
 def is_pinned(url: str) -> bool:
     """Return whether a URL names a file at a commit: what is there never changes."""
     return is_hub(url) and parse_name(url).is_pinned
+
+
+def options_elsewhere(urls: Sequence[str], storage_options: Mapping[str, Any]) -> dict[str, Any]:
+    """The storage options of shards for another machine: it asks the same Hub, with the same token."""
+    if not any(map(is_hub, urls[:1])):
+        return dict(storage_options)
+    return {**storage_options, **resolve_name(ACCESS)(storage_options).options()}

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 from sharding.errors import ShardReadError
 from sharding.formats import ENTRIES, format_of_suffix, has_suffix, suffix_of
-from sharding.hub.layout import KEYWORDS
+from sharding.hub.names import KEYWORDS
 from sharding.printable import listed
 
 _SIGN = "[-._ 0-9]"

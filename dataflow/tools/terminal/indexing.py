@@ -40,7 +40,7 @@ from sharding.catalog.reading import read_block
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError, ShardReadError
 from sharding.formats import FORMATS
-from sharding.hub.access import options_elsewhere
+from sharding.hub.names import options_elsewhere
 from sharding.lengths.kept import folder_beside
 from sharding.redaction import identity_of, without_secrets
 from sharding.urls import file_name, is_local, local_path
