@@ -6,7 +6,7 @@ import pytest
 from source_kit import MODULES, ROOT, facts
 from wall import OPENED_BY, OUTSIDE, core_lines, core_tests, is_in, is_outside, module_of
 
-MOST_CORE_LINES = 50_686
+MOST_CORE_LINES = 50_105
 """As `wc -l` counts them in Python; 50,000 are wanted."""
 MOST_USED_OUTSIDE = 128
 """Modules of the core that packages outside import from: public names and seams alone are wanted."""

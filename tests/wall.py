@@ -22,12 +22,17 @@ ROOT = HERE.parent
 PACKAGES = ("sharding", "prefetch", "dataflow")
 TEST_KIT = ("dataflow.testing", "dataflow.pytest_plugin")
 OUTSIDE = {
-    "strategies and accumulation of gradients": ("dataflow.grad", "prefetch.workers.ordered_thread"),
+    "gradients": ("dataflow.grad", "prefetch.workers.ordered_thread"),
     "telemetry": ("dataflow.telemetry",),
     "command line": ("dataflow.tools",),
     "conversion and executors": ("dataflow.conversion", "dataflow.engines", "dataflow.sources.tasks"),
     "Ray": ("dataflow.actors",),
     "joins": ("dataflow.joins",),
+    "views": (
+        "dataflow.sources.views",
+        "sharding.catalog.predicate",
+        "sharding.plan.split",
+    ),
     "writers of shards": (
         "sharding.write.arrays",
         "sharding.write.shard",
@@ -89,7 +94,12 @@ _MODULES_OUTSIDE = tuple(module for modules in OUTSIDE.values() for module in mo
 OPENED_BY = {
     "dataflow": _MODULES_OUTSIDE,  # public names, imported when they are used
     "dataflow.loader": ("dataflow.telemetry.status", "dataflow.telemetry.timing.health"),
-    "dataflow.dataset": ("dataflow.sources.manifests", "dataflow.joins.join"),  # of `manifest=`; `join`
+    "dataflow.dataset": (  # the type of `manifest=`; methods that give views
+        "dataflow.joins.join",
+        "dataflow.sources.manifests",
+        "dataflow.sources.views",
+        "sharding.plan.split",
+    ),
     "dataflow.mixture": ("dataflow.sources.energon",),  # `Mixture.from_energon`
 }
 """Modules of the core that name what is outside, since their public names do."""
