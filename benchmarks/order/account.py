@@ -40,10 +40,10 @@ def written(folder: Path, samples: int) -> None:
 
 def measured(folder: str, way: str) -> dict[str, Any]:
     """Some epochs, in this process."""
-    import dataflow.batch.chunk as chunk
     from dataflow import DataLoader, ShardedDataset, verify
+    from dataflow.explain.account import BatchSums
 
-    spent, lock, note = [0.0], threading.Lock(), chunk.note_sums
+    spent, lock, note = [0.0], threading.Lock(), BatchSums.note_rows
 
     def timed(*arguments: Any) -> None:
         began = time.thread_time()
@@ -52,7 +52,7 @@ def measured(folder: str, way: str) -> dict[str, Any]:
         with lock:
             spent[0] += time.thread_time() - began
 
-    chunk.note_sums = timed  # type: ignore[assignment]
+    BatchSums.note_rows = timed  # type: ignore[method-assign]
     dataset = ShardedDataset(f"{folder}/*.tar", decode={"bin": None, "cls": "int"})
     with DataLoader(dataset, batch_size=BATCH, shuffle=True) as loader:
         for _ in loader:

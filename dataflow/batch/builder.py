@@ -22,7 +22,7 @@ import torch
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from dataflow.batch.delivered import UNTRAINED, BatchSums, Delivered, SampleWarning
+from dataflow.batch.delivered import UNTRAINED, Delivered, SampleWarning
 from dataflow.batch.measured import SampleForms, batch_of_made, length_reason, made_for
 from dataflow.batch.packed import batch_columns
 from dataflow.batch.samples import (
@@ -163,8 +163,9 @@ class BuildContext(Struct, frozen=True, kw_only=True):
     """Kinds of remarks of which was said where the first one is."""
     on_samples: Callable[[Any, float], None] | None = None
     """Hears of the first sample of a batch, and of the seconds that each took; None: nobody asks."""
-    sums: BatchSums | None = None
-    """Gets those of batches; None: no batch is made, but samples for some."""
+    sums: Any = None
+    """The `BatchSums` that get those of batches; None: nobody keeps account of steps, or no batch is made,
+    but samples for some."""
 
 
 class ChunkPlan(Struct, frozen=True, kw_only=True, eq=False):

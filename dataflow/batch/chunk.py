@@ -8,29 +8,26 @@ few at a time, while the consumer takes them (`prefetch.memory.copies`). All oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from dataflow.batch.builder import NO_ROWS, BatchBuilder, BuildContext, ChunkPlan
-from dataflow.batch.delivered import BatchSums, Delivered, LazyBatches, job_ends, largest_job
+from dataflow.batch.delivered import Delivered, LazyBatches, job_ends, largest_job
 from dataflow.batch.sharing import finished
 from dataflow.outputs.columns import ChunkRows
 from dataflow.outputs.output import Output, staged_outputs
 from dataflow.staging.columns import StagedOutput
 from dataflow.staging.rows import WindowPart
-from dataflow.staging.window import StagedWindow, WindowSamples
-from prefetch.addresses import address_of
+from dataflow.staging.window import StagedWindow
 from prefetch.core.copy_table import JobPlan
-from prefetch.core.executor import executor
 from prefetch.memory.arena import Arena, rounded_bytes
 from prefetch.memory.copies import ChunkCopies, Copies
 from prefetch.work import PartialChunk
 from sharding.cached_property import cached_property
-from sharding.lengths.units import BatchSegments, Segments
-from sharding.order.permutations import sum_key
+from sharding.lengths.units import BatchSegments
 from sharding.plan.batch_index import BatchIndex
 from sharding.plan.plan import EpochPlan, RankPlan
 from sharding.spans import Ints
@@ -220,16 +217,17 @@ def _window_parts(
         else:
             if window.in_batches is None:
                 window.in_batches = first, rows = _rows_in_batches(plan, part.window, window, context.arena)
-                sizes = np.full(len(rows) // size, size)
-                whole = [(rows, slice(0, len(rows)), window.samples)]
-                note_sums(context.sums, epoch, plan.start + first, sizes, whole, None)
+                if context.sums is not None:
+                    sizes = np.full(len(rows) // size, size)
+                    whole = [(rows, slice(0, len(rows)), window.samples)]
+                    context.sums.note_rows(epoch, plan.start + first, sizes, whole, None)
             first, rows = window.in_batches
             rows = rows[(batches.first - first) * size :][: len(part)]
         parts.append(WindowPart(window, rows, part.rows))
-    if any(part.indices is not None for part in batches.parts):
+    if context.sums is not None and any(part.indices is not None for part in batches.parts):
         pieces = None if segments is None else segments.segments
         own = [(part.rows, part.chunk_rows, one.samples) for part, one in zip(parts, windows, strict=True)]
-        note_sums(context.sums, epoch, plan.start + batches.first, batches.sizes, own, pieces)
+        context.sums.note_rows(epoch, plan.start + batches.first, batches.sizes, own, pieces)
     return parts
 
 
@@ -255,32 +253,3 @@ def _rows_in_batches(plan: RankPlan, number: int, window: StagedWindow, arena: A
     for i, first in enumerate(plan.order.indices_at(number, lanes, depths).tolist()):
         by_lane[:, i] = window.rows[first : first + len(core) * each].reshape(-1, each)
     return core.start, rows
-
-
-def note_sums(
-    sums: BatchSums | None,
-    epoch: int,
-    first_batch: int,
-    sizes: Ints,
-    parts: Iterable[tuple[Ints, slice | Ints, WindowSamples | None]],
-    pieces: Segments | None,
-) -> None:
-    """Note the sums of batches of so many rows each: of the rows that are read, and not of the plan.
-
-    `parts`: rows of windows, the rows of all batches that they fill, ascending, and the window's samples;
-    None: they are numbers of samples. `pieces`: the part of its sample that each row has; None: all.
-    """
-    if sums is None:
-        return
-    buffer, num, table = np.zeros((3, len(sizes)), np.int64), len(sizes), list[tuple[int, ...]]()
-    np.cumsum(sizes, out=buffer[0])
-    cuts = [] if pieces is None else [np.require(cut, np.int64, "C") for cut in (pieces.begin, pieces.length)]
-    at = address_of(buffer)
-    of_all = (*(map(address_of, cuts) if cuts else (0, 0)), at, sum_key(epoch), at + 8 * num)
-    for rows, own, samples in parts:
-        own_at, first = (0, own.start) if isinstance(own, slice) else (address_of(own), 0)
-        blocks = (0, 0, 0, 0) if samples is None else samples.table
-        table.append((address_of(rows), own_at, len(rows), first, *blocks, *of_all))
-    executor().sum_samples(np.array(table, np.uint64))
-    both = buffer[1:].view(np.uint64).reshape(num, 2).T
-    sums.note(epoch, first_batch, np.vstack([sizes.astype(np.uint64), both]))

@@ -1,21 +1,196 @@
-"""The account of a rank as JSON: counts and sums over what it handed out, by intervals of steps."""
+"""The account of a rank: counts and sums over what it handed out, by intervals of steps, and as JSON.
+
+Every loader keeps one, as it may be asked for at any time. Sums are noted for many batches at once, when
+their rows are located, and added up when these were handed out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dataflow.explain.run import NO_HISTORY, stream_of
+import numpy as np
+from numpy.typing import NDArray
+
+from prefetch.core.executor import executor
+from sharding.core.library import address_of
+from sharding.order.permutations import sum_key
+from sharding.spans import Ints
 
 if TYPE_CHECKING:
+    from dataflow.batch.delivered import Delivered
     from dataflow.loader import DataLoader
+    from dataflow.staging.window import WindowSamples
+    from sharding.lengths.units import Segments
 
+LISTED_ERRORS = 1000
+CUT_STEPS = 256
+MOST_CUTS = 256
+"""More cuts of an account than that are thinned out: every second one goes."""
 VERSION = 1
 WORD = (1 << 64) - 1
 _COUNTS = ("rank", "world_size", "first_step", "num_steps", "num_left_out", "num_aside")
 _TEXTS = ("run", "fingerprint")
+
+
+BatchSum = tuple[int, int, int]
+"""Rows of batches (samples, or pieces of them), and two sums modulo 2**64 over them."""
+NO_SUM: BatchSum = (0, 0, 0)
+_NONE_NOTED = np.zeros((3, 0), np.uint64)
+
+
+class BatchSums:
+    """The sums of a session's batches, from when their rows are located until an account takes them.
+
+    They are noted for many batches at once, in any order and also twice, and taken for many in their order:
+    next to nothing is done for one batch. Thread-safe. `epoch`, `start`: of the session's first batch.
+    """
+
+    def __init__(self, epoch: int = 0, start: int = 0) -> None:
+        self._begin, self._lock = (epoch, start), threading.Lock()
+        self._noted = {epoch: (start, _NONE_NOTED)}
+        """The first batch of each epoch that was not taken, and rows and sums [3, batches] from it on."""
+
+    def note_rows(
+        self,
+        epoch: int,
+        first_batch: int,
+        sizes: Ints,
+        parts: Iterable[tuple[Ints, slice | Ints, WindowSamples | None]],
+        pieces: Segments | None,
+    ) -> None:
+        """Note the sums of batches of so many rows each: of the rows that are read, and not of the plan.
+
+        `parts`: rows of windows, the rows of all batches that they fill, ascending, and the window's samples;
+        None: they are numbers of samples. `pieces`: the part of its sample that each row has; None: all.
+        """
+        buffer, num, table = np.zeros((3, len(sizes)), np.int64), len(sizes), list[tuple[int, ...]]()
+        np.cumsum(sizes, out=buffer[0])
+        spans = () if pieces is None else (pieces.begin, pieces.length)
+        cuts = [np.require(cut, np.int64, "C") for cut in spans]
+        at = address_of(buffer)
+        of_all = (*(map(address_of, cuts) if cuts else (0, 0)), at, sum_key(epoch), at + 8 * num)
+        for rows, own, samples in parts:
+            own_at, first = (0, own.start) if isinstance(own, slice) else (address_of(own), 0)
+            blocks = (0, 0, 0, 0) if samples is None else samples.table
+            table.append((address_of(rows), own_at, len(rows), first, *blocks, *of_all))
+        executor().sum_samples(np.array(table, np.uint64))
+        both = buffer[1:].view(np.uint64).reshape(num, 2).T
+        self.note(epoch, first_batch, np.vstack([sizes.astype(np.uint64), both]))
+
+    def note(self, epoch: int, first: int, sums: NDArray[np.uint64]) -> None:
+        """Keep the sums [3, batches] of an epoch's batches from `first` on; not of those that were taken."""
+        with self._lock:
+            begin, noted = self._noted.get(epoch, (0, _NONE_NOTED))
+            past, end = max(0, begin - first), max(0, first + sums.shape[1] - begin)
+            lacking = max(0, end - noted.shape[1])
+            noted = np.concatenate([noted, np.zeros((3, lacking), np.uint64)], 1) if lacking else noted
+            noted[:, first + past - begin : end] = sums[:, past:]
+            self._noted[epoch] = begin, noted
+
+    def take(self, epoch: int, first: int, end: int) -> tuple[BatchSum, BatchSum]:
+        """Take the sum over batches [first, end - 1), and that of the last, by number in the session."""
+        if epoch == self._begin[0]:
+            first, end = first + self._begin[1], end + self._begin[1]
+        with self._lock:
+            begin, noted = self._noted.get(epoch, (0, _NONE_NOTED))
+            self._noted = {later: of for later, of in self._noted.items() if later > epoch}
+            self._noted[epoch] = max(begin, end), noted[:, max(0, end - begin) :]
+        taken = noted[:, max(0, first - begin) : max(0, end - begin)]
+        return tuple(taken[:, :-1].sum(axis=1).tolist()), tuple(taken[:, -1:].sum(axis=1).tolist())
+
+    def take_next(self) -> NDArray[np.uint64]:
+        """Take the sum [3, 1] of the first batch that was noted, where numbers leave gaps."""
+        with self._lock:
+            epoch, (begin, noted) = min(one for one in self._noted.items() if one[1][1][0].any())
+            at = int((noted[0] > 0).argmax()) + 1
+            self._noted[epoch] = begin + at, noted[:, at:]
+            return noted[:, at - 1 : at]
+
+
+@dataclass(eq=False, kw_only=True)
+class DeliveryAccount:
+    """The account of a loader from when it was made, or a state loaded. For one thread at a time."""
+
+    standing: Callable[[], tuple[int | None, int]]
+    """Tells the steps that the loader's state is behind, None: not known; and batches taken ahead."""
+    cuts: list[tuple[int, int, int, int]] = field(default_factory=lambda: [(0, 0, 0, 0)])
+    """Steps of the training, and rows and sums that were handed out before them; empty: steps are unknown."""
+    run: str = field(default_factory=lambda: os.urandom(8).hex())
+    began_s: float = field(default_factory=time.time)
+    left_out: list[tuple[int, str]] = field(default_factory=list)
+    """Step and text of samples that `on_error` left out, `LISTED_ERRORS` of them."""
+    repeated: list[int] = field(default_factory=list)
+    """Steps at which an earlier batch came in place of one of which nothing was left."""
+    num_left_out: int = 0
+    num_aside: int = 0
+    """Batches of loops beside the newest, which are no steps."""
+    sums: BatchSum = NO_SUM
+    """Rows and sums before the last batch, which a framework may keep for later."""
+    last: BatchSum = NO_SUM
+    noted: BatchSums | None = None
+    """The sums of the session that handed out batches [first, end) of `epoch`, which are not added yet."""
+    epoch: int = 0
+    first: int = 0
+    end: int = 0
+    due: int = CUT_STEPS
+    """Batches of the loop with which it wants to be told again; of those before, `end` is enough."""
+
+    def going_on(self, standing: Callable[[], tuple[int | None, int]]) -> DeliveryAccount:
+        """A new one, from where a copy of the loader stands, or a loaded state."""
+        steps = standing()[0]
+        return DeliveryAccount(standing=standing, cuts=[] if steps is None else [(steps, 0, 0, 0)])
+
+    def add(self, delivered: Delivered, noted: BatchSums, taken: int | None) -> None:
+        """Note a batch: the first of a session or an epoch, one that is odd, or one with which a cut is due.
+
+        `noted`: sums of its session; `taken`: batches of its loop, None: that is not the newest.
+        """
+        epoch, number = delivered.epoch, delivered.number
+        if taken is None:
+            self.num_aside += 1
+            noted.take(epoch, number, number + 1)
+            return
+        if number != self.end or noted is not self.noted:
+            if self.first < self.end:  # another session's, or epoch's
+                self.settle()
+            self.noted, self.epoch, self.first = noted, epoch, number
+        self.end, self.due = number + 1, taken - taken % CUT_STEPS + CUT_STEPS
+        if delivered.skipped or delivered.in_place:
+            step = (self.standing()[0] or 1) - 1
+            texts = map(str, delivered.skipped[: LISTED_ERRORS - len(self.left_out)])
+            self.left_out += [(step, text) for text in texts]
+            self.num_left_out += len(delivered.skipped)
+            self.repeated += [step] * (delivered.in_place and len(self.repeated) < LISTED_ERRORS)
+        if not taken % CUT_STEPS:
+            self.cut()
+
+    def settle(self) -> None:
+        """Add the sums of what was handed out since, at least one batch."""
+        assert self.noted is not None
+        before, last = self.noted.take(self.epoch, self.first, self.end)
+        self.sums = _added(_added(self.sums, self.last), before)
+        self.last, self.first = last, self.end
+
+    def cut(self) -> None:
+        """Note what was handed out before the steps that the loader's state is behind."""
+        if self.first < self.end:
+            self.settle()
+        steps, num_ahead = self.standing()
+        if steps is not None and self.cuts and steps > self.cuts[-1][0]:
+            self.cuts.append((steps, *(self.sums if num_ahead else _added(self.sums, self.last))))
+        if len(self.cuts) > MOST_CUTS:
+            del self.cuts[1:-1:2]
+
+
+def _added(one: BatchSum, other: BatchSum) -> BatchSum:
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
 
 
 class AccountInterval(NamedTuple):
@@ -112,6 +287,8 @@ def _interval(row: Any) -> AccountInterval:
 
 def account_of_loader(loader: DataLoader[Any, Any]) -> dict[str, Any]:
     """The entry of `DataLoader.account`."""
+    from dataflow.explain.run import NO_HISTORY, stream_of  # not for each loader, as this module is
+
     stream = stream_of(loader)
     own, state = stream.counters.account, stream.state_dict()
     own.cut()

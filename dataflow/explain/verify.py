@@ -11,13 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.dataset import ShardedDataset
-from dataflow.explain.account import WORD, Account, AccountInterval
+from dataflow.explain.account import LISTED_ERRORS, WORD, Account, AccountInterval
 from dataflow.explain.located import located
 from dataflow.explain.planned import PlannedItems, planned_items
 from dataflow.explain.run import NO_HISTORY, ExplainedRun, run_of_state
 from dataflow.mixture import Mixture
 from dataflow.staging.source import SOURCE_SHIFT
-from dataflow.stream.deliveries import LISTED_ERRORS
 from sharding.lengths.batching import Batching
 from sharding.printable import listed
 

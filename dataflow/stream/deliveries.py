@@ -1,94 +1,38 @@
-"""Counts and account of what is delivered; errors that a policy forgives; the stand-in of an empty batch."""
+"""Counts of what is delivered; errors that a policy forgives; the stand-in of an empty batch."""
 
 from __future__ import annotations
 
 import copy
-import os
 import threading
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import Any, Self
 
 import torch
 
-from dataflow.batch.delivered import NO_SUM, UNTRAINED, BatchSum, BatchSums, Delivered
+from dataflow.batch.delivered import UNTRAINED, Delivered
 from dataflow.batch.samples import REPEAT
 from dataflow.outputs.columns import odd_text
+from dataflow.stream.decisions import ACCOUNT
 from dataflow.torch_threads import run_with_one_torch_thread
 from sharding.errors import DataflowError, SampleError
 
 LISTED_ERRORS = 1000
-CUT_STEPS = 256
-MOST_CUTS = 256
-"""More cuts of an account than that are thinned out: every second one goes."""
 Standing = Callable[[], tuple[int | None, int]]
 """Tells the steps that the loader's state is behind, None: not known; and batches that are taken ahead."""
-
-
-@dataclass(eq=False, kw_only=True)
-class DeliveryAccount:
-    """The account of a loader from when it was made, or a state loaded. For one thread at a time."""
-
-    standing: Standing
-    cuts: list[tuple[int, int, int, int]]
-    """Steps of the training, and rows and sums that were handed out before them; empty: steps are unknown."""
-    run: str = field(default_factory=lambda: os.urandom(8).hex())
-    began_s: float = field(default_factory=time.time)
-    left_out: list[tuple[int, str]] = field(default_factory=list)
-    """Step and text of samples that `on_error` left out, `LISTED_ERRORS` of them."""
-    repeated: list[int] = field(default_factory=list)
-    """Steps at which an earlier batch came in place of one of which nothing was left."""
-    num_left_out: int = 0
-    num_aside: int = 0
-    """Batches of loops beside the newest, which are no steps."""
-    sums: BatchSum = NO_SUM
-    """Rows and sums before the last batch, which a framework may keep for later."""
-    last: BatchSum = NO_SUM
-    noted: BatchSums | None = None
-    """The sums of the session that handed out batches [first, end) of `epoch`, which are not added yet."""
-    epoch: int = 0
-    first: int = 0
-    end: int = 0
-
-    def note(self, delivered: Delivered) -> None:
-        """List what is odd about a batch."""
-        step = (self.standing()[0] or 1) - 1
-        texts = map(str, delivered.skipped[: LISTED_ERRORS - len(self.left_out)])
-        self.left_out += [(step, text) for text in texts]
-        self.num_left_out += len(delivered.skipped)
-        self.repeated += [step] * (delivered.in_place and len(self.repeated) < LISTED_ERRORS)
-
-    def settle(self) -> None:
-        """Add the sums of what was handed out since, at least one batch."""
-        assert self.noted is not None
-        before, last = self.noted.take(self.epoch, self.first, self.end)
-        self.sums = _added(_added(self.sums, self.last), before)
-        self.last, self.first = last, self.end
-
-    def cut(self) -> None:
-        """Note what was handed out before the steps that the loader's state is behind."""
-        if self.first < self.end:
-            self.settle()
-        steps, num_ahead = self.standing()
-        if steps is not None and self.cuts and steps > self.cuts[-1][0]:
-            self.cuts.append((steps, *(self.sums if num_ahead else _added(self.sums, self.last))))
-        if len(self.cuts) > MOST_CUTS:
-            del self.cuts[1:-1:2]
-
-
-def _added(one: BatchSum, other: BatchSum) -> BatchSum:
-    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
 
 
 class DeliveryCounters:
     """Counts of what was handed out, over all loops of a loader."""
 
     def __init__(self, standing: Standing) -> None:
-        self.account = DeliveryAccount(standing=standing, cuts=[(0, 0, 0, 0)])
+        self.account: Any = None
+        """The `DeliveryAccount` of steps; None: the core is alone."""
+        with suppress(ModuleNotFoundError):
+            self.account = resolve_name(ACCOUNT)(standing=standing)
         self.samples = self.batches = self.empty_batches = 0
         self.first_batch_s = 0.0
         self.remarks: Counter[str] = Counter()
@@ -96,30 +40,22 @@ class DeliveryCounters:
 
     def going_on(self, standing: Standing) -> Self:
         """Counts that go on from these, with an account of its own."""
-        other, steps = copy.copy(self), standing()[0]
-        other.account = DeliveryAccount(standing=standing, cuts=[] if steps is None else [(steps, 0, 0, 0)])
+        other = copy.copy(self)
+        other.account = self.account and self.account.going_on(standing)
         return other
 
-    def add(self, delivered: Delivered, noted: BatchSums, taken: int | None) -> None:
+    def add(self, delivered: Delivered, noted: Any, taken: int | None) -> None:
         """Count a batch that is handed out, or left out for being empty.
 
         `noted`: sums of its session; `taken`: batches of its loop, None: that is not the newest.
         """
-        epoch, number, _, num_samples, skipped, in_place, remarks = delivered
-        account = self.account
-        if taken is None:
-            account.num_aside += 1
-            noted.take(epoch, number, number + 1)
-        else:
-            if number != account.end or noted is not account.noted:
-                if account.first < account.end:  # another session's, or epoch's
-                    account.settle()
-                account.noted, account.epoch, account.first = noted, epoch, number
-            account.end = number + 1
-            if skipped or in_place:
-                account.note(delivered)
-            if not taken % CUT_STEPS:
-                account.cut()
+        _, number, _, num_samples, skipped, in_place, remarks = delivered
+        if (account := self.account) is not None:
+            is_next = number == account.end and noted is account.noted and not (skipped or in_place)
+            if is_next and taken and taken < account.due:
+                account.end = number + 1  # as most are: the account need not be told
+            else:
+                account.add(delivered, noted, taken)
         self.samples += num_samples
         if num_samples:
             self.batches += 1

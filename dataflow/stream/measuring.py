@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from dataflow.batch.chunk import note_sums
-from dataflow.batch.delivered import BatchSums, Delivered, SampleWarning
+from dataflow.batch.delivered import Delivered, SampleWarning
 from dataflow.batch.measured import NO_SAMPLES, Lists, MeasuredSamples, SampleForms, cut_reason
 from dataflow.batch.samples import REPEAT, checked_dict, unlike_columns, unlike_planned
 from dataflow.batch.transforms import called
@@ -142,8 +141,8 @@ class MeasuringStage:
     Raises `DataflowError` where ranks must measure together, and cannot.
     """
 
-    sums: BatchSums
-    """Gets those of the batches."""
+    sums: Any
+    """The `BatchSums` that get those of the batches; None: nobody keeps account of steps."""
 
     def __init__(
         self,
@@ -227,9 +226,10 @@ class MeasuringStage:
         segments = self._units.batches(dealt, number, number + 1)
         self._number = number + 1
         pieces, epoch = segments.segments, self._order.epoch
-        numbers = self._numbers[np.searchsorted(self._numbered, pieces.position)]
-        parts = [(numbers, slice(0, len(numbers)), None)]
-        note_sums(self.sums, epoch, self._outer.start + number, np.array([len(pieces)]), parts, pieces)
+        if self.sums is not None:
+            numbers = self._numbers[np.searchsorted(self._numbered, pieces.position)]
+            parts, sizes = [(numbers, slice(0, len(numbers)), None)], np.array([len(pieces)])
+            self.sums.note_rows(epoch, self._outer.start + number, sizes, parts, pieces)
         has = self._dealt.has(segments.segments.position)
         if not has.all():  # planned with lengths that were known, and left out since
             lacking, segments = segments.segments.position[~has], segments.keep(np.flatnonzero(has))
@@ -484,9 +484,7 @@ class LengthsStage(MeasuringStage):
     as it is known (`PlanInParts`).
     """
 
-    open_rows: Callable[
-        [StreamPlan, StreamSettings, int, int], tuple[Callable[[], Batches[Delivered]], BatchSums]
-    ]
+    open_rows: Callable[[StreamPlan, StreamSettings, int, int], tuple[Callable[[], Batches[Delivered]], Any]]
     """Begins to build the batches of a plan, from a position of an epoch on; what gives the next ones, and
     their sums."""
 
@@ -525,7 +523,8 @@ class LengthsStage(MeasuringStage):
         while (delivered := next(self._ready, None)) is None:
             self._ready = iter(self._next_rows())
         errors, remarks = delivered.skipped + self._passed(), delivered.remarks + self._take_remarks()
-        self.sums.note(self._order.epoch, self._outer.start + number, self._row_sums.take_next())
+        if self.sums is not None:
+            self.sums.note(self._order.epoch, self._outer.start + number, self._row_sums.take_next())
         return [delivered._replace(number=number, skipped=errors, remarks=remarks)]
 
     def _deal(self, own: MeasuredSamples) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
@@ -17,7 +18,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from dataflow.batch.at_work import sample_at
 from dataflow.batch.builder import BuildContext
-from dataflow.batch.delivered import BatchSums, Delivered
+from dataflow.batch.delivered import Delivered
 from dataflow.planning.settings import StreamSettings
 from dataflow.staging.rows import open_rows
 from dataflow.staging.source import Source, Traffic
@@ -25,6 +26,7 @@ from dataflow.staging.stager import Stager
 from dataflow.stream.cache import OpenCaches
 from dataflow.stream.decisions import (
     CLUSTERS,
+    SUMS,
     BuilderPlan,
     SessionPlan,
     batch_bytes,
@@ -78,7 +80,10 @@ class Resources:
         self._pause = pause
         self.builds_end = threading.Event()
         """Set when nobody wants the batches any more: builders end with the sample that they are at."""
-        self.sums = BatchSums(epoch, start)
+        self.sums: Any = None
+        """The `BatchSums` of its batches; None: the core is alone."""
+        with suppress(ModuleNotFoundError):
+            self.sums = resolve_name(SUMS)(epoch, start)
         self.ledger = Ledger(limit - sum(decided.kept_bytes.values()))
         register = register_pinned if decided.settings.is_pinned else None
         # Threads that call functions of the user's may leave them what is staged.

@@ -9,10 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from dataflow.batch.delivered import BatchSums, Delivered
+from dataflow.batch.delivered import Delivered
 from dataflow.outputs.columns import closed_error
 from dataflow.planning.plan import StreamPlan
 from dataflow.planning.settings import StreamSettings
@@ -70,7 +71,7 @@ class Session:
 
     def _open_rows(
         self, plan: StreamPlan, settings: StreamSettings, epoch: int, start: int
-    ) -> tuple[Callable[[], Batches[Delivered]], BatchSums]:
+    ) -> tuple[Callable[[], Batches[Delivered]], Any]:
         """Open the session that builds rows, and return what gives its next batches, and their sums."""
         topology, limit = self.decided.topology, self.decided.memory_limit
         decided = plan_session(plan, settings, topology, limit, plan_builders(plan, settings, topology))

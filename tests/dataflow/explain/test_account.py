@@ -20,14 +20,13 @@ from hypothesis import given, settings, strategies as st
 from programs_kit import run_command
 
 from dataflow import DataLoader, Packed, ShardedDataset, verify
-from dataflow.batch.chunk import note_sums
-from dataflow.batch.delivered import NO_SUM, BatchSum, BatchSums, Delivered
+from dataflow.batch.delivered import Delivered
 from dataflow.explain import verify as verify_module
-from dataflow.explain.account import Account
+from dataflow.explain.account import CUT_STEPS, MOST_CUTS, NO_SUM, Account, BatchSum, BatchSums
 from dataflow.explain.planned import PlannedItems
 from dataflow.planning.plan import StreamPlan
 from dataflow.staging.window import WindowSamples
-from dataflow.stream.deliveries import CUT_STEPS, MOST_CUTS, DeliveryCounters
+from dataflow.stream.deliveries import DeliveryCounters
 from sharding.lengths.units import Segments
 
 NUM = 60
@@ -99,7 +98,7 @@ def test_sums_are_those_of_the_numbers_and_pieces_whatever_the_blocks_and_batche
     order = np.array(data.draw(st.permutations(range(len(own)))), np.int64)
     parts = [(own[part], part, samples) for part in (np.sort(order[:7]), np.sort(order[7:]))]
     sums = BatchSums()
-    note_sums(sums, 5, 11, sizes, parts, pieces)
+    sums.note_rows(5, 11, sizes, parts, pieces)
     items = PlannedItems(5, own, samples.numbers(own), own, pieces)
     hashes = np.add.accumulate(np.vstack([np.zeros((1, 2), np.uint64), items.hashes]))
     ends = np.append(0, np.cumsum(sizes))
