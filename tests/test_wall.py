@@ -6,9 +6,9 @@ import pytest
 from source_kit import MODULES, ROOT, facts
 from wall import OPENED_BY, OUTSIDE, core_lines, core_tests, is_in, is_outside, module_of
 
-MOST_CORE_LINES = 50_105
-"""As `wc -l` counts them in Python; 50,000 are wanted."""
-MOST_USED_OUTSIDE = 128
+MOST_CORE_LINES = 49_968
+"""The lines of the core in Python, as `wc -l` counts them."""
+MOST_USED_OUTSIDE = 126
 """Modules of the core that packages outside import from: public names and seams alone are wanted."""
 SEAMS = {
     "dataflow",  # public names
