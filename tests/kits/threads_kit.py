@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -31,7 +32,7 @@ def threads_left(
         if time.monotonic() > deadline:
             break
         for thread in threads:
-            if thread.ident is not None:  # else it is just being started
+            with suppress(RuntimeError):  # it is just being started, though it may have an identity
                 thread.join(max(0.0, deadline - time.monotonic()))
     return sorted(thread.name for thread in threads)
 
