@@ -208,6 +208,11 @@ for package in sys.argv[1:]:
         if parts[-1] != "server_shield":  # it ends a process that is no fork server
             importlib.import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
 """
+_NO_OTHER_TREE = """
+import sys
+# An editable install would find in its tree what is deleted here.
+sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in getattr(each, "__module__", "")]
+"""
 _SKIPS = '''
 """Tests that ask for a package outside, which their imports do not show, are none of the core's."""
 import pytest
@@ -241,6 +246,7 @@ def main(arguments: list[str]) -> int:
         copy_tree(root)
         held = {module: root.joinpath(*module.split(".")) for module in TEST_KIT}
         remove_outside(root)
+        (root / "sitecustomize.py").write_text(_NO_OTHER_TREE)
         environment = {**os.environ, "PYTHONPATH": str(root)}
 
         def run(*command: str) -> int:
