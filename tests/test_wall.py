@@ -6,7 +6,7 @@ import pytest
 from source_kit import MODULES, ROOT, facts
 from wall import OPENED_BY, OUTSIDE, core_lines, core_tests, is_in, is_outside, module_of
 
-MOST_CORE_LINES = 49_968
+MOST_CORE_LINES = 49_965
 """The lines of the core in Python, as `wc -l` counts them."""
 MOST_USED_OUTSIDE = 126
 """Modules of the core that packages outside import from: public names and seams alone are wanted."""

@@ -13,15 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dataflow.conversion.folder import ConversionError
 from dataflow.conversion.target import Target
+from sharding.spans import Ints
 
 VERSION = 2
 _KEPT = ("source", "functions", "unknown", "identity", "options", "bounds", "run")
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from dataflow.conversion.values import decode_of, values_of
 from dataflow.staging.rows import BlockRows, by_block, read_rows
@@ -26,11 +25,11 @@ from sharding.arrow_arrays import number_array
 from sharding.blocks import Block
 from sharding.errors import SampleError
 from sharding.formats.arrow.columns import TabularFormat
+from sharding.spans import Ints
 
 if TYPE_CHECKING:
     from dataflow.dataset import ShardedDataset
 
-Ints = NDArray[np.int64]
 Sample = dict[str, Any]
 _AT_ONCE = 256
 """Samples that a dataset is asked for at a time."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from dataflow.conversion.folder import CATALOG_NAME, ConversionError
 from dataflow.conversion.rows import KEY, GivenRows, StoredRows
@@ -23,11 +22,11 @@ from dataflow.dataset import ShardedDataset
 from dataflow.progress.bar import ProgressBar
 from sharding.arrow_arrays import number_array
 from sharding.errors import DataflowError
+from sharding.spans import Ints
 from sharding.urls import file_name
 from sharding.write.arrays import array_of
 from sharding.write.values import plain_value
 
-Ints = NDArray[np.int64]
 _AT_ONCE = 64
 """Samples that are delivered at a time, by either dataset."""
 

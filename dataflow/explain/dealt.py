@@ -12,8 +12,8 @@ from sharding.lengths.unit_plan import UnitPlan
 from sharding.order.epoch_order import EpochOrder
 from sharding.plan.history import StepPlace
 from sharding.plan.plan import RankPlan
+from sharding.spans import Ints
 
-Ints = NDArray[np.int64]
 WHOLE = -1
 """Stands for begin and length of a sample that comes whole."""
 

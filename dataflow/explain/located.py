@@ -21,8 +21,7 @@ from sharding.blocks import Block, Spans
 from sharding.catalog.table import Catalog
 from sharding.errors import ShardError
 from sharding.order.permutations import uniform
-
-Ints = NDArray[np.int64]
+from sharding.spans import Ints
 
 
 class LocatedSamples(NamedTuple):

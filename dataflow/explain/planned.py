@@ -9,13 +9,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.explain.dealt import Ints, rank_plan, whole_plan
+from dataflow.explain.dealt import rank_plan, whole_plan
 from dataflow.explain.run import ExplainedRun
 from sharding.lengths.unit_plan import UnitPlan
 from sharding.lengths.units import Segments
 from sharding.order.permutations import splitmix64, sum_key
 from sharding.plan.history import StepPlace
 from sharding.plan.plan import RankPlan
+from sharding.spans import Ints
 
 _SLICE = 1 << 19
 """Samples at a time."""

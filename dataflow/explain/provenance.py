@@ -13,7 +13,7 @@ import pyarrow as pa
 from dataflow.dataset import ShardedDataset
 from dataflow.explain.accumulated import NumberedPlace, numbered_places
 from dataflow.explain.batch import other_transforms
-from dataflow.explain.dealt import WHOLE, DealtRows, Ints, dealt_rows, has_step, is_passed_over
+from dataflow.explain.dealt import WHOLE, DealtRows, dealt_rows, has_step, is_passed_over
 from dataflow.explain.located import draws_of, keys_of, located
 from dataflow.explain.run import ExplainedRun, Steps, run_of_loader, run_of_state
 from dataflow.mixture import Mixture
@@ -21,6 +21,7 @@ from sharding.lengths.batching import Batching
 from sharding.order.epoch_order import EpochOrder
 from sharding.plan.batch_plan import Tail
 from sharding.plan.history import StepPlace
+from sharding.spans import Ints
 
 if TYPE_CHECKING:
     from dataflow.loader import DataLoader

@@ -2,7 +2,7 @@
 
 Only the key columns are read, once and in parallel: the ranges of the column where a format is tabular, the
 keys alone where values can be read by themselves. Everything else is known from the catalogs. What comes out
-is a table of sample numbers (`sharding.plan.matches`) and what has no match, counted and named.
+is a table of sample numbers (`matches`) and what has no match, counted and named.
 """
 
 from __future__ import annotations

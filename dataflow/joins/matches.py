@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from sharding.catalog.table import BlockTable
 from sharding.order.order import Order
 from sharding.plan.next_use import NOT_READ, LaneRange, windows_of_blocks
+from sharding.spans import Ints
 
-Ints = NDArray[np.int64]
 NO_MATCH = -1
 
 

@@ -47,8 +47,9 @@ CLUSTERS = {
 }
 """By the name that `builders=` takes: what says where builders of a cluster would run, these builders, and
 windows of those that read by themselves."""
-ACCOUNT, SUMS = "dataflow.explain.account:DeliveryAccount", "dataflow.explain.account:BatchSums"
-"""The entries for what was handed out, noted by every loader."""
+EXPLAIN = "dataflow.explain"
+ACCOUNT, SUMS = f"{EXPLAIN}.account:DeliveryAccount", f"{EXPLAIN}.account:BatchSums"
+"""The entries for what was handed out, noted by every loader where that package is there."""
 
 _JOINED = ("dataflow.joins.reads:kept_bytes", "dataflow.joins.reads:check_reads")
 """The names of what tells which joined datasets stay in memory, and of what refuses their reads."""

@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any, Self
 
@@ -16,7 +17,7 @@ import torch
 from dataflow.batch.delivered import UNTRAINED, Delivered
 from dataflow.batch.samples import REPEAT
 from dataflow.outputs.columns import odd_text
-from dataflow.stream.decisions import ACCOUNT
+from dataflow.stream.decisions import ACCOUNT, EXPLAIN
 from dataflow.torch_threads import run_with_one_torch_thread
 from sharding.errors import DataflowError, SampleError
 
@@ -29,10 +30,8 @@ class DeliveryCounters:
     """Counts of what was handed out, over all loops of a loader."""
 
     def __init__(self, standing: Standing) -> None:
-        self.account: Any = None
+        self.account: Any = resolve_name(ACCOUNT)(standing=standing) if find_spec(EXPLAIN) else None
         """The `DeliveryAccount` of steps; None: the core is alone."""
-        with suppress(ModuleNotFoundError):
-            self.account = resolve_name(ACCOUNT)(standing=standing)
         self.samples = self.batches = self.empty_batches = 0
         self.first_batch_s = 0.0
         self.remarks: Counter[str] = Counter()

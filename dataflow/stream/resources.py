@@ -8,9 +8,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from dataflow.staging.stager import Stager
 from dataflow.stream.cache import OpenCaches
 from dataflow.stream.decisions import (
     CLUSTERS,
+    EXPLAIN,
     SUMS,
     BuilderPlan,
     SessionPlan,
@@ -80,10 +81,8 @@ class Resources:
         self._pause = pause
         self.builds_end = threading.Event()
         """Set when nobody wants the batches any more: builders end with the sample that they are at."""
-        self.sums: Any = None
+        self.sums: Any = resolve_name(SUMS)(epoch, start) if find_spec(EXPLAIN) else None
         """The `BatchSums` of its batches; None: the core is alone."""
-        with suppress(ModuleNotFoundError):
-            self.sums = resolve_name(SUMS)(epoch, start)
         self.ledger = Ledger(limit - sum(decided.kept_bytes.values()))
         register = register_pinned if decided.settings.is_pinned else None
         # Threads that call functions of the user's may leave them what is staged.

@@ -16,8 +16,8 @@ from sharding.order.order import Order
 from sharding.order.permutations import FULL_ORDER, WINDOW_ORDER, feistel, mix_key, splitmix64
 from sharding.order.selection import Selection
 from sharding.order.windows import ranges, windows_touched
+from sharding.spans import Ints
 
-Ints = NDArray[np.int64]
 _CHUNK = 1 << 14  # elements hashed at a time, so that the temporaries stay in the L2 cache
 
 

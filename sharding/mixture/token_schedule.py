@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from sharding.mixture.interleaving import Interleaving, MixturePhase, MixtureSpec
 from sharding.mixture.shares import ENDLESS, tabulated
 from sharding.order.windows import windows_touched
+from sharding.spans import Ints
 
-Ints = NDArray[np.int64]
 SourceLengths = Callable[[int, int], NDArray[np.integer]]
 """(source, epoch of its own) -> lengths of its samples in the order of that epoch."""
 DrawSources = Callable[[Ints, Ints, Ints, Ints, Ints, NDArray[np.uint16]], int]

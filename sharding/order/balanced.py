@@ -19,8 +19,7 @@ from sharding.cached_property import cached_property
 from sharding.order.permutations import CLASS_ORDER, mix_key, seeded_permutation
 from sharding.order.selection import MOST_LISTED, SelectedOrder, Selection
 from sharding.order.shuffle import Shuffle
-
-Ints = NDArray[np.int64]
+from sharding.spans import Ints
 
 
 def drawn_of_classes(num_samples: int, weights: Sequence[Fraction]) -> Ints:

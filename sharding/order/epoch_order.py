@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sharding.order.shuffle import Shuffle
-
-Ints = NDArray[np.int64]
+from sharding.spans import Ints
 
 
 class SourceWindow(NamedTuple):

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from sharding.cached_property import cached_property
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
+from sharding.spans import Ints
 
 MOST_LISTED = 1 << 28
 """Samples of a block, at most, that are listed one by one: 2 GiB of row numbers."""
 MOST_DRAWN = 1 << 33
 """Samples, at most, that are picked or split one by one: some minutes, and 1 GiB of bits a view."""
 _NO_BITS = -1
-Ints = NDArray[np.int64]
 
 
 def check_listed(num_samples: int) -> None:

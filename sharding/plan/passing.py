@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from sharding.cached_property import cached_property
 from sharding.plan.batch_plan import BatchPlan
 from sharding.plan.history import PassedRange, StepRange
-
-Ints = NDArray[np.int64]
+from sharding.spans import Ints
 
 
 def checked_steps(ranges: object) -> tuple[StepRange, ...]:

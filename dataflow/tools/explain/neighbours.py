@@ -13,6 +13,7 @@ from dataflow.batch.packed import IGNORE, PackedRows
 from dataflow.outputs.fixed import MASK_SUFFIX
 from dataflow.ragged import Ragged
 from dataflow.tools.explain.values import TokenWords, numbers_text, text_of
+from sharding.spans import Ints
 
 GRAM, MOST_TOKENS = 8, 1 << 20
 """Tokens or words in a row that are looked for again, and those of a column and batch that are looked at."""
@@ -20,7 +21,6 @@ _FACTORS = np.uint64(0x9E3779B97F4A7C15) ** np.arange(GRAM, dtype=np.uint64)
 _LEAST_STEPS, _FAR, _LEAST, _LEAST_SHARE = 3, 3.0, 0.05, 0.02
 """Steps from which on one is marked; how many times their usual distance from their median it is away then;
 the least such distance, as a part of the median, and of shares."""
-Ints = NDArray[np.int64]
 
 
 class StepMeasures:

@@ -847,7 +847,7 @@ int main(int argc, char **argv) {
         try_resize();
         try_patches();
         try_orders();
-        try_wire();
+        for (int i = 0; i < 20; i++) try_wire(); /* they take no time */
         try_chunks();
         try_checksums();
         try_tfrecords();

@@ -84,6 +84,5 @@ def test_plans_are_run_as_by_plain_loops(driver: tuple[Path, int], mode: str) ->
     assert tried["widened"] > 1000
     assert min(tried["resized"], tried["patched"]) > 1000
     assert tried["ordered"] > 1000
-    assert tried["names"] > 0
-    assert min(tried["numbers"], tried["sums"]) > 50
+    assert min(tried["names"], tried["numbers"], tried["sums"]) > 50
     assert (tried["short"] > 0) == (mode != "honest")
