@@ -37,7 +37,7 @@ from benchmarks.data import read_through
 from benchmarks.harness import interleaved, medians
 from benchmarks.memory import tree_cpu_s
 from benchmarks.options import data_option, json_option, repeats_option
-from benchmarks.report import Verdict, save_runs
+from benchmarks.report import ReportSummary, save_runs
 from benchmarks.runner import call_command, result_of
 
 NUM_ROWS, NUM_FILES, ROW_GROUP = 120_000, 12, 1_000
@@ -302,10 +302,10 @@ def digest_of(folder: Path) -> str:
     return whole.hexdigest()
 
 
-def verdicts(rows: Sequence[ConvertRun], same: Mapping[str, Any] | None) -> list[Verdict]:
+def verdicts(rows: Sequence[ConvertRun], same: Mapping[str, Any] | None) -> list[ReportSummary]:
     """What the bars say."""
     ours = {(row.by, row.to): row for row in rows if row.by.startswith(OURS) and not row.reason}
-    bars = list[Verdict]()
+    bars = list[ReportSummary]()
     for row in rows:
         if row.by.startswith(OURS):
             continue
@@ -314,12 +314,12 @@ def verdicts(rows: Sequence[ConvertRun], same: Mapping[str, Any] | None) -> list
         ran = own is not None and not row.reason
         rate = own.samples_per_s / row.samples_per_s if own and ran else None
         cpu = row.cpu_s / own.cpu_s if own and ran else None
-        bars.append(Verdict(f"to {row.to}", f"x the samples/s of {row.by}", rate, 1.0))
-        bars.append(Verdict(f"to {row.to}", f"x as little CPU time as {row.by}", cpu, 1.0))
+        bars.append(ReportSummary(f"to {row.to}", f"x the samples/s of {row.by}", rate, 1.0))
+        bars.append(ReportSummary(f"to {row.to}", f"x as little CPU time as {row.by}", cpu, 1.0))
     if same is not None:
         others = float(len(set(same["digests"].values())) - 1)
-        bars.append(Verdict("bytes", "outputs that differ from one worker's", others, 0, at_most=True))
-        bars.append(Verdict("bytes", "kills with SIGKILL", float(same["kills"]), KILLS))
+        bars.append(ReportSummary("bytes", "outputs that differ from one worker's", others, 0, at_most=True))
+        bars.append(ReportSummary("bytes", "kills with SIGKILL", float(same["kills"]), KILLS))
     return bars
 
 

@@ -35,7 +35,7 @@ from benchmarks.harness import interleaved, medians, run_child
 from benchmarks.memory import tree_cpu_s
 from benchmarks.options import data_option, json_option, repeats_option
 from benchmarks.remote.slow_server import free_port, serving
-from benchmarks.report import Verdict, save_runs
+from benchmarks.report import ReportSummary, save_runs
 from benchmarks.runner import Tell, forever
 
 OWNERS = {
@@ -247,7 +247,7 @@ def contestants(names: Sequence[str], workloads: Sequence[str]) -> Iterator[Form
             yield FormatRun(format=name, workload=workload, by=OWNER, workers=SETTINGS[name][0])
 
 
-def verdicts(rows: Sequence[FormatRun]) -> list[Verdict]:
+def verdicts(rows: Sequence[FormatRun]) -> list[ReportSummary]:
     """What the bars say."""
     found = {(row.format, row.workload, row.by, row.over): row for row in rows if not row.reason}
 
@@ -255,19 +255,19 @@ def verdicts(rows: Sequence[FormatRun]) -> list[Verdict]:
         other = found.get((name, own.workload, by, own.over))
         return own.samples_per_s / other.samples_per_s if other else None
 
-    bars = list[Verdict]()
+    bars = list[ReportSummary]()
     for row in found.values():
         if row.by != OURS or row.format == TAR:
             continue
         what = f"{row.workload} {row.format}" + (f" over {row.over}" if row.over != "files" else "")
-        bars.append(Verdict(what, "of our rate from tars", ratio(row, TAR, OURS), SHARE_OF_TAR))
+        bars.append(ReportSummary(what, "of our rate from tars", ratio(row, TAR, OURS), SHARE_OF_TAR))
         if row.over == "files" and row.workload == "W4":
             wanted = TIMES_OWNER.get(row.format, 3.0)
-            bars.append(Verdict(what, "x the owner's reader", ratio(row, row.format, OWNER), wanted))
+            bars.append(ReportSummary(what, "x the owner's reader", ratio(row, row.format, OWNER), wanted))
         owner = found.get((row.format, row.workload, OWNER, row.over))
         if owner is not None:
             same = float(owner.digest != row.digest)
-            bars.append(Verdict(what, "epochs that differ from the owner's", same, 0, at_most=True))
+            bars.append(ReportSummary(what, "epochs that differ from the owner's", same, 0, at_most=True))
     return bars
 
 

@@ -47,7 +47,7 @@ PACKAGES = (
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ReportSummary:
     """One bar, and whether it was reached in this run."""
 
     workload: str
@@ -76,7 +76,7 @@ class Verdict:
 
 
 def save_runs(
-    path: Path, bars: Sequence[Verdict], rows: Sequence[Any], runs: Sequence[Any], **told: Any
+    path: Path, bars: Sequence[ReportSummary], rows: Sequence[Any], runs: Sequence[Any], **told: Any
 ) -> None:
     """Write bars with what they say, medians and single runs (dataclasses), as `save_figures` does."""
     told["verdicts"] = [asdict(bar) | {"verdict": bar.says} for bar in bars]

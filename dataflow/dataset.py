@@ -34,7 +34,7 @@ from dataflow.sources.listing.claims import SourceArguments
 from dataflow.sources.listing.places import Places
 from dataflow.sources.missing import raise_missing
 from dataflow.sources.opening import OpenOptions
-from dataflow.staging.source import Source, warn_of_wait
+from dataflow.staging.block_source import BlockSource, warn_of_wait
 from dataflow.tables import ColumnTable, Row, listed_shortly
 from prefetch.memory.guards import FileGuards
 from prefetch.memory.mapping import Mappings
@@ -242,7 +242,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         pause: ReadPause | None = None,
         *,
         is_awaited: bool = False,
-    ) -> Source:
+    ) -> BlockSource:
         """Return what the loader reads with; a new reader each, so nothing is shared between loaders.
 
         `is_awaited`: whether the caller waits for each read, as for single samples: nothing is mapped, and
@@ -250,7 +250,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         """
         how = keep_mapped_bytes, guards, pause
         matches = [join.source(self.outputs, *how, is_awaited=is_awaited) for join in self.joins_used]
-        return Source(
+        return BlockSource(
             catalog=self.catalog,
             format=self.codec,
             reader=self.new_reader(pause, warn_of_wait if is_awaited else None),

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, default_collate, default_convert
 from typing_extensions import TypeVar
 
 from dataflow.limits import memory_limit_bytes
-from dataflow.progress.observer import HEADSPACE, REPLAYED, WATCHERS, Role
+from dataflow.progress.observer import DATA_STALL, REPLAYED, WATCHERS, Role
 from dataflow.shard_order import Sharded, ShardOrder, is_file_order, order_given
 from dataflow.state_checksum import checked_fields, with_checksum
 from dataflow.tables import Row, Shown, builders_text
@@ -331,7 +331,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             except ModuleNotFoundError as error:
                 if error.name != "dataflow.telemetry":
                     raise
-        if not os.environ.get(HEADSPACE):
+        if not os.environ.get(DATA_STALL):
             return iter(self._engine)
         return resolve_name(REPLAYED)(self._engine, self)
 

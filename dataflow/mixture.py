@@ -25,7 +25,7 @@ from dataflow.outputs.output import Output
 from dataflow.shard_order import Sharded
 from dataflow.tables import Row, listed_shortly
 from dataflow.topology_exchange import check_ranks_agree
-from prefetch.core.executor import executor
+from prefetch.core.kernels import kernels
 from sharding.blocks import ColumnSpec
 from sharding.catalog.widening import common_spec, is_alike
 from sharding.lengths.unit_plan import epoch_lengths
@@ -196,12 +196,12 @@ class Mixture(Sharded):
     def set_weights(self, weights: Weights) -> None:
         """Change the shares from the next batch of every loader over this mixture on, also of one that runs.
 
-        Batches by length (`batching=`) of one megabatch are planned together and keep their weights: the new
-        ones hold from the next megabatch on.
-        A collective where torch.distributed is initialised: all ranks call it with the same weights, after
-        the same number of batches. What was read ahead is dropped and read anew. Weights stay until the next
-        call; a schedule ends here. A state has up to 64 changes, some 50 bytes each, and an epoch in which
-        there were some may begin anew; older ones are merged, and what came before is not known any more.
+        Batches by length (`batching=`) of one packing window are planned together and keep their weights: the
+        new ones hold from the next packing window on. A collective where torch.distributed is initialised:
+        all ranks call it with the same weights, after the same number of batches. What was read ahead is
+        dropped and read anew. Weights stay until the next call; a schedule ends here. A state has up to 64
+        changes, some 50 bytes each, and an epoch in which there were some may begin anew; older ones are
+        merged, and what came before is not known any more.
 
         Args:
             weights: one for each member, as for the constructor: 0 retires a member, for now or for good.
@@ -285,7 +285,7 @@ class Mixture(Sharded):
             return epoch_lengths(self._order(source, epoch, shuffle.resolved(), seed), parts[source])
 
         kept = lru_cache(2 * len(self.sources))(in_order)
-        return TokenEpochs(self.spec, kept, take=executor().token_draws)
+        return TokenEpochs(self.spec, kept, take=kernels().token_draws)
 
     def _order(self, source: int, epoch: int, shuffle: Shuffle, seed: int) -> SelectedOrder:
         own = source_seed(seed, source)

@@ -280,7 +280,7 @@ class LoaderStats(SessionStats, StatsSnapshot):
     `batching=`)."""
     lengths: LengthStats | None
     """Figures of the lengths, as `batching=` takes them, of the epoch that was begun last, over all ranks:
-    efficiency, elements cut off, and more, as far as they are measured, from the megabatch on in which a
+    efficiency, elements cut off, and more, as far as they are measured, from the packing window on in which a
     state or other weights went on. None without `batching=`."""
     mapped_bytes: int
     """Bytes of local shards whose pages are in this process now: windows in use, which `memory` counts, too,

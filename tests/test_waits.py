@@ -11,7 +11,7 @@ import ast
 from source_kit import MODULES, facts, waits_of
 
 NOT_OURS = (
-    *("dataflow.conversion", "dataflow.engines", "dataflow.tools"),
+    *("dataflow.conversion", "dataflow.executors", "dataflow.tools"),
     *("dataflow.testing", "dataflow.pytest_plugin", "dataflow.integrations"),
 )
 """Commands, tests and frameworks' code: no loop over batches waits there."""

@@ -25,7 +25,9 @@ OUTSIDE = {
     "gradients": ("dataflow.grad", "prefetch.workers.ordered_thread"),
     "telemetry": ("dataflow.telemetry",),
     "command line": ("dataflow.tools",),
-    "conversion and executors": ("dataflow.conversion", "dataflow.engines", "dataflow.sources.tasks"),
+    "conversion and executors": (
+        *("dataflow.conversion", "dataflow.engines", "dataflow.executors", "dataflow.sources.tasks"),
+    ),
     "Ray": ("dataflow.actors",),
     "joins": ("dataflow.joins",),
     "views": (

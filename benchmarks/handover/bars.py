@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.handover.loaders import LOADERS, OURS, TORCH
-from benchmarks.report import Verdict
+from benchmarks.report import ReportSummary
 
 Key = tuple[str, str, int, str]
 """Case, loader, workers, variant."""
@@ -65,7 +65,7 @@ def ratio(a: float | None, b: float | None) -> float | None:
     return None if a is None or not b else a / b
 
 
-def verdicts(rows: Rows) -> list[Verdict]:
+def verdicts(rows: Rows) -> list[ReportSummary]:
     """Each bar of "Hand-over from worker processes", held to the medians of one run."""
 
     def value(case: str, loader: str, workers: int = 2, variant: str = "", figure: str = "") -> float | None:
@@ -76,29 +76,35 @@ def verdicts(rows: Rows) -> list[Verdict]:
         return ratio(value(case, OURS, workers, variant), theirs)
 
     held = [
-        Verdict(case, "x torch's batches/s", against_torch(case, 2), wanted)
+        ReportSummary(case, "x torch's batches/s", against_torch(case, 2), wanted)
         for case, wanted in (("large", 2.0), ("many", 3.0), ("scalars", 1.0), ("tiny", 5.0))
     ]
     fork, safe = against_torch("startup", 8, "fork"), against_torch("startup", 8, "default", "spawn")
-    held.append(Verdict("startup", "x torch, both with fork, 8 workers", fork, 1.2, at_most=True))
-    held.append(Verdict("startup", "x torch with spawn, ours by default, 8 workers", safe, 0.3, at_most=True))
+    held.append(ReportSummary("startup", "x torch, both with fork, 8 workers", fork, 1.2, at_most=True))
+    held.append(
+        ReportSummary("startup", "x torch with spawn, ours by default, 8 workers", safe, 0.3, at_most=True)
+    )
     for workers in (2, 8):
         begun = against_torch("first", workers, "model")
         bar = f"x torch, a model built in between, {workers} workers"
-        held.append(Verdict("first", bar, begun, 1.5, at_most=True))
+        held.append(ReportSummary("first", bar, begun, 1.5, at_most=True))
         later = ratio(*(value("first", who, workers, "model", "later_loader_ms") for who in (OURS, TORCH)))
-        held.append(Verdict("first", f"x torch, later loaders, {workers} workers", later, 1.2, at_most=True))
+        held.append(
+            ReportSummary("first", f"x torch, later loaders, {workers} workers", later, 1.2, at_most=True)
+        )
     for workers in (2, 8):
         turned = against_torch("turn", workers, "persistent")
-        held.append(Verdict("turn", f"x torch, persistent, {workers} workers", turned, 0.2, at_most=True))
+        held.append(
+            ReportSummary("turn", f"x torch, persistent, {workers} workers", turned, 0.2, at_most=True)
+        )
     few, most = value("descriptors", OURS, 2, "50"), value("descriptors", OURS, 2, "200")
     more = None if few is None or most is None else most - few
-    held.append(Verdict("descriptors", "more for 200 tensors than for 50", more, 0, at_most=True))
+    held.append(ReportSummary("descriptors", "more for 200 tensors than for 50", more, 0, at_most=True))
     objects = value("descriptors", OURS, 2, "200", "shared_objects")
-    held.append(Verdict("descriptors", "shared-memory objects", objects, 1, at_most=True))
+    held.append(ReportSummary("descriptors", "shared-memory objects", objects, 1, at_most=True))
     for workers in (2, 4, 8):
         bar = f"of throughput lost, {workers} workers"
-        held += [Verdict("delay", bar, loss(rows, OURS, workers), LARGEST_LOSS, at_most=True)]
+        held += [ReportSummary("delay", bar, loss(rows, OURS, workers), LARGEST_LOSS, at_most=True)]
     return held
 
 
@@ -155,7 +161,7 @@ def _shown(number: float | None) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def verdict_table(held: Sequence[Verdict]) -> str:
+def verdict_table(held: Sequence[ReportSummary]) -> str:
     """The bars as a Markdown table: reached, or short by how much."""
     lines = ["| case | measured | bar | |", "|---|--:|---|---|"]
     for verdict in held:

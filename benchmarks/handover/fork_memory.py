@@ -24,7 +24,7 @@ from benchmarks import REPOSITORY
 from benchmarks.harness import run_child
 from benchmarks.memory import tree_memory
 from benchmarks.options import data_option, json_option
-from benchmarks.report import Verdict, machine, save_figures, versions
+from benchmarks.report import ReportSummary, machine, save_figures, versions
 from benchmarks.runner import Tell, forever
 
 LIMIT, MORE_MB, FIRST, BATCHES = 1 << 30, 150.0, 100, 300
@@ -96,8 +96,8 @@ def main(root: Path | None, output: Path | None) -> None:
         threads = threads or events["peak_mb"]
         first, peak = f"MB after {FIRST} batches", f"MB at the peak of {BATCHES}, threads and {MORE_MB:g}"
         found += [
-            Verdict(setup, first, events["first_mb"], LIMIT / 1e6 + MORE_MB, at_most=True),
-            Verdict(setup, peak, events["peak_mb"], threads + MORE_MB, at_most=True),
+            ReportSummary(setup, first, events["first_mb"], LIMIT / 1e6 + MORE_MB, at_most=True),
+            ReportSummary(setup, peak, events["peak_mb"], threads + MORE_MB, at_most=True),
         ]
         for verdict in found[-2:]:
             console.print(verdict.line)

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from benchmarks.harness import interleaved, medians, run_child
 from benchmarks.options import json_option, repeats_option
-from benchmarks.report import Verdict, machine, save_runs, versions
+from benchmarks.report import ReportSummary, machine, save_runs, versions
 from benchmarks.runner import Tell
 
 ITEMS, WORKERS, LOADERS = 200_000, 4, 10
@@ -114,7 +114,7 @@ def main(methods: str, shares: str, repeats: int, output: Path | None) -> None:
         if torch and ours and not (torch.reason or ours.reason):
             for name in FIGURES:
                 ratio = getattr(ours, name) / getattr(torch, name)
-                found.append(Verdict(f"{setup} {name}", "x torch's time", ratio, AT_MOST, at_most=True))
+                found.append(ReportSummary(f"{setup} {name}", "x torch's time", ratio, AT_MOST, at_most=True))
     for verdict in found:
         console.print(verdict.line)
     if output is not None:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from benchmarks.report import save_figures
 from prefetch.core.copy_table import PlanColumn
-from prefetch.core.executor import executor
+from prefetch.core.kernels import kernels
 from sharding.order.permutations import SeededPermutations, seeded_permutations
 
 CASES = {
@@ -71,7 +71,7 @@ def interleaving(rows: int) -> dict[str, Callable[[], object]]:
     columns = [np.random.default_rng(i).random(rows, np.float32) for i in range(20)]
     out = np.zeros((rows, 20), np.float32)
     return {
-        "compiled": lambda: executor().interleave(columns, out),
+        "compiled": lambda: kernels().interleave(columns, out),
         "numpy": lambda: np.stack(columns, axis=-1, out=out),
     }
 
@@ -83,7 +83,7 @@ def mixing(mix: SeededPermutations, samples: int) -> Callable[[], object]:
 
 def drawing(num_sources: int) -> Callable[[], object]:
     """Draws of sources whose samples have 1 to 4,000 elements, in shares 1, 2, 3 ..."""
-    take = executor().token_draws
+    take = kernels().token_draws
     lengths = np.random.default_rng(0).integers(1, 4000, num_sources * _DRAWS)
     shares, out = np.arange(1, num_sources + 1), np.zeros(_DRAWS, np.uint16)
 
@@ -110,7 +110,7 @@ def ways() -> dict[str, tuple[int, dict[str, Callable[[], object]]]]:
         found[name] = (
             rows,
             {
-                "compiled": partial(executor().run, rows, [column]),
+                "compiled": partial(kernels().run, rows, [column]),
                 "torch": by_torch(memory, places, step, each, widen, out),
             },
         )
@@ -118,7 +118,7 @@ def ways() -> dict[str, tuple[int, dict[str, Callable[[], object]]]]:
     found["W3 columns"] = rows, interleaving(rows)
     for name, samples in WINDOWS.items():
         mixes: dict[str, SeededPermutations] = {
-            "compiled": executor().seeded_permutations,
+            "compiled": kernels().seeded_permutations,
             "numpy": seeded_permutations,
         }
         found[name] = _LANES * samples, {by: mixing(mix, samples) for by, mix in mixes.items()}

@@ -28,9 +28,9 @@ from torch import distributed
 
 from benchmarks.lab.network import Lab, lab, on_hosts, why_not
 from benchmarks.report import save_figures
-from dataflow.tools.plan.cluster import Cluster, Link, Round
-from dataflow.tools.plan.collectives import all_reduces
-from dataflow.tools.plan.measure import fit, ring_point, time_all_reduce
+from dataflow.tools.estimate.cluster import Cluster, Link, Round
+from dataflow.tools.estimate.collectives import all_reduces
+from dataflow.tools.estimate.measure import fit, ring_point, time_all_reduce
 
 LIMIT_S = 600.0
 SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from benchmarks.peers.runs import Run
 from benchmarks.peers.workloads import LIMIT, ONE_THREAD, OURS, Workload
-from benchmarks.report import Verdict
+from benchmarks.report import ReportSummary
 
 
 class _Rows:
@@ -25,14 +25,16 @@ class _Rows:
         row = self._rows.get((name, consumer))
         return None if row is None else getattr(row, figure)
 
-    def verdict(self, bar: str, measured: float | None, wanted: float, *, at_most: bool = False) -> Verdict:
-        return Verdict(self.workload.name, bar, measured, wanted, at_most)
+    def verdict(
+        self, bar: str, measured: float | None, wanted: float, *, at_most: bool = False
+    ) -> ReportSummary:
+        return ReportSummary(self.workload.name, bar, measured, wanted, at_most)
 
-    def against(self, bar: str, other: float | None, wanted: float) -> Verdict:
+    def against(self, bar: str, other: float | None, wanted: float) -> ReportSummary:
         """Our plain rate over another one."""
         return self.verdict(bar, _ratio(self.value(OURS), other), wanted)
 
-    def first_batch(self, wanted_s: float) -> Verdict:
+    def first_batch(self, wanted_s: float) -> ReportSummary:
         """The time to our first batch, with the catalog at hand."""
         measured = self.value(OURS, "first_batch_s")
         return self.verdict("s to the first batch", measured, wanted_s, at_most=True)
@@ -57,13 +59,13 @@ MEMORY_LIMIT_MB = 512.0
 """What `ours` is given; the bar allows 150 MB more over the bare `import torch` process."""
 
 
-def verdicts(workload: Workload, medians: Sequence[Run]) -> list[Verdict]:
+def verdicts(workload: Workload, medians: Sequence[Run]) -> list[ReportSummary]:
     """Hold the medians of one run to the workload's bars, its own first, then those of all."""
     rows = _Rows(workload, medians)
     return _OWN[workload.name](rows) + _for_all(rows)
 
 
-def _w1(rows: _Rows) -> list[Verdict]:
+def _w1(rows: _Rows) -> list[ReportSummary]:
     burning = _ratio(rows.value(OURS, consumer="burn"), rows.best_peer("burn"))
     memory = _ratio(rows.value(OURS, "held_mb"), rows.value("torch", "held_mb"))
     return [
@@ -76,7 +78,7 @@ def _w1(rows: _Rows) -> list[Verdict]:
     ]
 
 
-def _w1_raw(rows: _Rows) -> list[Verdict]:
+def _w1_raw(rows: _Rows) -> list[ReportSummary]:
     return [
         rows.against("of the memcpy limit", rows.value(LIMIT), 0.85),
         rows.against("x torch, loose files", rows.value("torch"), 1.5),
@@ -85,7 +87,7 @@ def _w1_raw(rows: _Rows) -> list[Verdict]:
     ]
 
 
-def _w2(rows: _Rows) -> list[Verdict]:
+def _w2(rows: _Rows) -> list[ReportSummary]:
     return [
         rows.against("of one thread's gather", rows.value(ONE_THREAD), 1.2),
         rows.against("x torch, hand-written and mapped", rows.value("torch"), 2.0),
@@ -94,7 +96,7 @@ def _w2(rows: _Rows) -> list[Verdict]:
     ]
 
 
-def _w3(rows: _Rows) -> list[Verdict]:
+def _w3(rows: _Rows) -> list[ReportSummary]:
     return [
         rows.against("of the row-group limit", rows.value(LIMIT), 0.85),
         rows.verdict("row groups mixed in a batch", rows.value(OURS, "row_groups_per_batch"), 8),
@@ -104,7 +106,7 @@ def _w3(rows: _Rows) -> list[Verdict]:
     ]
 
 
-def _w4(rows: _Rows) -> list[Verdict]:
+def _w4(rows: _Rows) -> list[ReportSummary]:
     return [
         rows.against("of one thread's gather", rows.value(ONE_THREAD), 1.4),
         rows.against("x torch, hand-written and mapped", rows.value("torch"), 2.0),
@@ -117,7 +119,7 @@ def _w4(rows: _Rows) -> list[Verdict]:
 _OWN = {"W1": _w1, "W1-raw": _w1_raw, "W2": _w2, "W3": _w3, "W4": _w4}
 
 
-def _for_all(rows: _Rows) -> list[Verdict]:
+def _for_all(rows: _Rows) -> list[ReportSummary]:
     return [
         rows.verdict("stall share, burning consumer", rows.stall_share(), 0.02, at_most=True),
         rows.verdict("MB over bare torch", rows.value(OURS, "held_mb"), MEMORY_LIMIT_MB + 150, at_most=True),

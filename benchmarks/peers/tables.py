@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks.peers.runs import Run
 from benchmarks.peers.workloads import Workload
-from benchmarks.report import Verdict, save_runs
+from benchmarks.report import ReportSummary, save_runs
 
 
 def show_rows(console: Console, workload: Workload, medians: Sequence[Run]) -> None:
@@ -54,7 +54,7 @@ def _cells(run: Run) -> list[str]:
     ]
 
 
-def show_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
+def show_verdicts(console: Console, verdicts: Sequence[ReportSummary]) -> None:
     """Print each bar with what was measured."""
     table = Table(title="Bars", title_justify="left")
     for heading in ("workload", "measured", "bar", "verdict"):
@@ -71,7 +71,7 @@ def write_json(
     arguments: Mapping[str, Any],
     runs: Sequence[Run],
     medians: Sequence[Run],
-    verdicts: Sequence[Verdict],
+    verdicts: Sequence[ReportSummary],
     workloads: Sequence[Workload],
 ) -> None:
     """Save arguments, every run, the medians and the verdicts."""

@@ -23,7 +23,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.report import Verdict, save_figures
+from benchmarks.report import ReportSummary, save_figures
 from sharding.lengths.batching import Packed
 from sharding.lengths.unit_plan import UnitPlanner, UnitSequence
 from sharding.order.order import Order
@@ -99,7 +99,7 @@ def planned(sizes: Numbers, batching: Packed, seed: int) -> tuple[Numbers, UnitS
 
 
 def plan_ms(sizes: Numbers, batching: Packed, repeats: int) -> float:
-    """Processor time to plan one megabatch, median."""
+    """Processor time to plan one packing window, median."""
     own, took = sizes[:PLANNED], list[float]()
     for _ in range(repeats):
         start = time.process_time()
@@ -160,11 +160,11 @@ def main(num: int, seeds: int, repeats: int, output: Path | None) -> None:
     own, plain = by_rule["balance"], by_rule["Packed"]
     bars = [
         *(
-            Verdict("balance", f"max/mean of {r} ranks", own.max_over_mean[r], most, at_most=True)
+            ReportSummary("balance", f"max/mean of {r} ranks", own.max_over_mean[r], most, at_most=True)
             for r, most in MOST_MAX_OVER_MEAN.items()
         ),
-        Verdict("balance", "fill lost", plain.filled - own.filled, MOST_FILL_LOST, at_most=True),
-        Verdict("balance", "ms to plan 16,384", own.plan_ms, MOST_PLAN_MS, at_most=True),
+        ReportSummary("balance", "fill lost", plain.filled - own.filled, MOST_FILL_LOST, at_most=True),
+        ReportSummary("balance", "ms to plan 16,384", own.plan_ms, MOST_PLAN_MS, at_most=True),
     ]
     for bar in bars:
         print(f"{bar.bar}: {bar.says}")

@@ -35,7 +35,7 @@ from rich.table import Table
 from benchmarks import REPOSITORY
 from benchmarks.harness import interleaved, medians, run_child
 from benchmarks.options import data_option, json_option, repeats_option
-from benchmarks.report import Verdict, machine, save_runs, versions
+from benchmarks.report import ReportSummary, machine, save_runs, versions
 from benchmarks.tokens.loaders import END, LIMIT, LOADERS, OURS, TextData, measured
 
 LIMIT_S = 600.0
@@ -121,7 +121,7 @@ def run_twice(data: TextData, run: TokensRun, *, length: int, rows: int, window:
     return replace(run, **figures)
 
 
-def verdicts(rows: Sequence[TokensRun]) -> list[Verdict]:
+def verdicts(rows: Sequence[TokensRun]) -> list[ReportSummary]:
     """What the bars say of ours."""
     [own] = [row for row in rows if row.loader == OURS]
     peers = [row.tokens_per_s for row in rows if row.loader not in (OURS, LIMIT) and not row.reason]
@@ -129,10 +129,10 @@ def verdicts(rows: Sequence[TokensRun]) -> list[Verdict]:
         return []
     ratio = own.tokens_per_s / max(peers) if peers else None
     return [
-        Verdict("tokens/s", "x the best peer", ratio, 1.5),
-        Verdict("fill", "of the rows", own.fill, 0.99),
-        Verdict("resume", "s", own.resume_s, 2.0, at_most=True),
-        Verdict("tokens lost", "", own.lost_tokens, 0, at_most=True),
+        ReportSummary("tokens/s", "x the best peer", ratio, 1.5),
+        ReportSummary("fill", "of the rows", own.fill, 0.99),
+        ReportSummary("resume", "s", own.resume_s, 2.0, at_most=True),
+        ReportSummary("tokens lost", "", own.lost_tokens, 0, at_most=True),
     ]
 
 

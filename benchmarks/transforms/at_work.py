@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks import REPOSITORY
 from benchmarks.harness import interleaved, medians, run_child
 from benchmarks.options import data_option, json_option, repeats_option
-from benchmarks.report import Verdict, machine, save_runs, versions
+from benchmarks.report import ReportSummary, machine, save_runs, versions
 from benchmarks.runner import Tell, forever
 
 SAMPLES, SHARD_SAMPLES, VALUE_BYTES = 80_000, 1_000, 300
@@ -111,12 +111,14 @@ def _times(batches: Iterator[Any], seconds: float) -> list[float]:
     return times
 
 
-def verdicts(rows: list[WaitRun]) -> list[Verdict]:
+def verdicts(rows: list[WaitRun]) -> list[ReportSummary]:
     """What the bars say."""
     found = []
     for row in rows:
-        found.append(Verdict(row.builders, "of the builders at work", row.at_work, AT_WORK))
-        found.append(Verdict(row.builders, "x the mean gap", row.longest_gap, LONGEST_GAP, at_most=True))
+        found.append(ReportSummary(row.builders, "of the builders at work", row.at_work, AT_WORK))
+        found.append(
+            ReportSummary(row.builders, "x the mean gap", row.longest_gap, LONGEST_GAP, at_most=True)
+        )
     return found
 
 

@@ -24,7 +24,7 @@ from benchmarks.data import Data, Sizes, read_through
 from benchmarks.harness import bare_torch, interleaved, medians, run_child
 from benchmarks.memory import Memory
 from benchmarks.options import data_option, jpegs_option, json_option, repeats_option
-from benchmarks.report import Verdict, machine, save_runs, versions
+from benchmarks.report import ReportSummary, machine, save_runs, versions
 from benchmarks.transforms.kinds import kind
 from benchmarks.transforms.loaders import DEFAULT, LOADERS, OURS, TORCH, measured, ours
 
@@ -112,15 +112,15 @@ def ratios(run: TransformRun, rows: Sequence[TransformRun]) -> tuple[float | Non
     return rate, run.first_batch_s / min(firsts) if firsts else None
 
 
-def verdicts(rows: Sequence[TransformRun]) -> list[Verdict]:
+def verdicts(rows: Sequence[TransformRun]) -> list[ReportSummary]:
     """What the bars say of ours, with processes and by default."""
     found = []
     for run in rows:
         if run.loader in (OURS, DEFAULT):
             point, (rate, first) = f"{run.kind}, {run.workers} workers", ratios(run, rows)
-            found.append(Verdict(point, "x the best peer", rate, 1.0))
+            found.append(ReportSummary(point, "x the best peer", rate, 1.0))
             if run.loader == OURS:
-                found.append(Verdict(point, "x torch's first batch", first, 1.5, at_most=True))
+                found.append(ReportSummary(point, "x torch's first batch", first, 1.5, at_most=True))
     return found
 
 

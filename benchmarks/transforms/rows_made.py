@@ -2,11 +2,11 @@
 
 240 chats with 1 to 4 pictures each, of which a transform makes float32 patches: 9 GB in all. Rows hold 8,192
 tokens, the loader 1 GiB at most, and two builders make rows: threads, or processes. `measure`: the transform
-tells lengths, on a first run. `made`: it does not, so megabatches are made to be planned, as is shown beside.
-Bars: samples made before the first batch, beside those of its row and of two rows a builder, with `depth=1`;
-the peak of anonymous and shared memory of all processes beyond the start, beside the limit and a row a
-builder; after a stop in the middle, samples that were delivered before and are made again, beside those of a
-row a builder.
+tells lengths, on a first run. `made`: it does not, so packing windows are made to be planned, as is shown
+beside. Bars: samples made before the first batch, beside those of its row and of two rows a builder, with
+`depth=1`; the peak of anonymous and shared memory of all processes beyond the start, beside the limit and a
+row a builder; after a stop in the middle, samples that were delivered before and are made again, beside those
+of a row a builder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks import REPOSITORY
 from benchmarks.harness import run_child
 from benchmarks.memory import tree_memory
 from benchmarks.options import data_option, json_option
-from benchmarks.report import Verdict, machine, save_figures, versions
+from benchmarks.report import ReportSummary, machine, save_figures, versions
 from benchmarks.runner import Tell
 
 CHATS, ROW, LIMIT, BUILDERS = 240, 8_192, 1 << 30, 2
@@ -133,7 +133,7 @@ def measured(job: dict[str, Any], tell: Tell) -> None:
     )
 
 
-def bars_of(told: str, workers: str, folder: Path) -> tuple[list[Verdict], dict[str, Any]]:
+def bars_of(told: str, workers: str, folder: Path) -> tuple[list[ReportSummary], dict[str, Any]]:
     """What one setup reaches, and its figures."""
     job = {
         "told": told,
@@ -166,10 +166,12 @@ def bars_of(told: str, workers: str, folder: Path) -> tuple[list[Verdict], dict[
         if depth:
             rows = sum(map(len, events["rows"][: 1 + 2 * BUILDERS]))
             bars.append(
-                Verdict(name, "samples before the first batch", events["first_made"], rows, at_most=True)
+                ReportSummary(
+                    name, "samples before the first batch", events["first_made"], rows, at_most=True
+                )
             )
         bars.append(
-            Verdict(
+            ReportSummary(
                 name, f"MB at the peak, depth={depth}", peak_mb, LIMIT / 1e6 + BUILDERS * ROW_MB, at_most=True
             )
         )
@@ -183,7 +185,7 @@ def bars_of(told: str, workers: str, folder: Path) -> tuple[list[Verdict], dict[
     again = sum(number in delivered for number in rest["made"])
     figures["resumed"] = {"again": again, "ahead": len(first["made"]) - len(delivered)}
     row = max(map(len, events["rows"]))
-    bars.append(Verdict(name, "samples made again after a stop", again, BUILDERS * row, at_most=True))
+    bars.append(ReportSummary(name, "samples made again after a stop", again, BUILDERS * row, at_most=True))
     return bars, figures
 
 
@@ -194,7 +196,7 @@ def main(root: Path | None, output: Path | None) -> None:
     """Count the samples that are made early, and measure the memory that they take."""
     console = Console(width=None if sys.stdout.isatty() else 110)
     console.print(machine(), versions())
-    found, figures = list[Verdict](), list[dict[str, Any]]()
+    found, figures = list[ReportSummary](), list[dict[str, Any]]()
     for told, workers in SETUPS:
         bars, own = bars_of(told, workers, (root or REPOSITORY / ".bench-data").resolve() / "rows-made")
         console.print(own)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from dataflow.actors.reading import BlockReader, ChunkReads, ReadCounts, ReadPlan
 from dataflow.batch.builder import BuildSettings
-from dataflow.engines.versions import Versions
+from dataflow.executors.versions import Versions
 from dataflow.outputs.columns import ChunkRows
 from dataflow.processes.builder_main import BuildTask
 from dataflow.processes.serialized import SampleErrorOf, serialized_rows

@@ -44,11 +44,11 @@ from dataflow.actors.cluster import (
 from dataflow.actors.reading import only_read, read_plan
 from dataflow.batch.builder import BuildContext
 from dataflow.batch.delivered import Delivered
-from dataflow.engines.versions import Versions
+from dataflow.executors.versions import Versions
 from dataflow.outputs.output import staged_outputs
 from dataflow.processes.dispatch import ASSIGNED, RemoteBuild, RemoteBuilders, chunk_of
 from dataflow.processes.serialized import serialize
-from dataflow.staging.source import Traffic
+from dataflow.staging.block_source import Traffic
 from prefetch.engine.builders import Build
 from prefetch.ipc.batch_writer import TorchSettings
 from prefetch.ipc.payload import PackedObject, pack, unpack

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from dataflow.actors.cluster import RayClusterError
 from dataflow.batch.builder import ChunkPlan
 from dataflow.outputs.columns import ChunkRows
+from dataflow.staging.block_source import BlockSource, Traffic
 from dataflow.staging.rows import OpenRows, RowReader
-from dataflow.staging.source import Source, Traffic
 from dataflow.staging.window import RowFraction, StagedWindow, WindowSamples
 from prefetch.counts import NO_FAULTS, ReadStats
 from prefetch.engine.pool import PriorityPool
@@ -92,7 +92,7 @@ class PlannedWindow(StagedWindow):
 
     def __init__(
         self,
-        source: Source,
+        source: BlockSource,
         arena: Arena,
         numbers: NDArray[np.int64],
         rows: NDArray[np.int64],

@@ -1,9 +1,9 @@
 """Samples that were made before it is known which batches they are in: gathered, kept, laid into batches.
 
-Builders make the samples of a megabatch and gather some at a time (`dataflow.batch.samples.GatherSamples`,
-in the place of a `collate_fn`). They are kept by position (`MeasuredSamples`), sent to the rank that delivers
-them, and taken by the segment when a batch is made: lists as one array and its offsets, everything else as it
-is.
+Builders make the samples of a packing window and gather some at a time
+(`dataflow.batch.samples.GatherSamples`, in the place of a `collate_fn`). They are kept by position
+(`MeasuredSamples`), sent to the rank that delivers them, and taken by the segment when a batch is made: lists
+as one array and its offsets, everything else as it is.
 """
 
 from __future__ import annotations

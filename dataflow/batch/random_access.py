@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from dataflow.batch.transforms import transformed_together
 from dataflow.limits import told_of_memory
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, Randomness
+from dataflow.staging.block_source import BlockSource
 from dataflow.staging.rows import RowReader, WindowPart
-from dataflow.staging.source import Source
 from dataflow.staging.window import StagedRows
 from prefetch.memory.arena import Arena
 from prefetch.memory.interrupts import as_exception, must_go_on
@@ -102,7 +102,7 @@ class RandomAccess:
 class _OpenSource:
     """A source as one process reads single samples of it. Thread-safe."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: BlockSource) -> None:
         self.pid, self.arena, self._source = os.getpid(), Arena(limit_bytes=_ARENA_BYTES), source
         self._reader = RowReader(self.arena, keep_blocks=_KEPT_BLOCKS)
         self._stagers = [match.stager(self.arena, keep_blocks=_KEPT_BLOCKS) for match in source.matches]

@@ -40,7 +40,7 @@ class BatchTransform(Protocol):
     Six attributes are looked up, and may be left out:
 
     - `measure`, a function of a sample that returns `{column: length}` without making it, as from headers of
-      images. Megabatches are planned by it, and each sample is made when its row is built. Where lengths
+      images. Packing windows are planned by it, and each sample is made when its row is built. Where lengths
       can be kept (`fingerprint`), later epochs and runs know them. `measure(sample, rng)` draws what the
       transform draws from its `rng`; its lengths hold for one epoch.
     - `lists`, names of columns: tensors or arrays [n, ...] whose length differs from sample to sample, of one

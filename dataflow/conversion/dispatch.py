@@ -19,7 +19,7 @@ from dataflow.conversion.folder import ConversionError, index_name
 from dataflow.conversion.rows import GivenRows, StoredRows
 from dataflow.conversion.source import ConvertSource
 from dataflow.conversion.work import TaskSpec, write_packed, write_shard
-from dataflow.engines import engine, process_pool, run_all
+from dataflow.executors import engine, process_pool, run_all
 from dataflow.progress.bar import ProgressBar
 from sharding.errors import DataflowError
 from sharding.urls import protocol_of

@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.conversion.values import decode_of, values_of
+from dataflow.staging.block_source import BlockSource
 from dataflow.staging.rows import BlockRows, by_block, read_rows
-from dataflow.staging.source import Source
 from prefetch.memory.mapping import Mappings
 from prefetch.store.reader import StoreReader
 from sharding.arrow_arrays import number_array
@@ -125,9 +125,9 @@ class StoredRows:
                 yield block, source.read_block(block)
 
     @contextmanager
-    def _opened(self) -> Iterator[Source]:
+    def _opened(self) -> Iterator[BlockSource]:
         with closing(StoreReader(self._options, policy=self._policy)) as reader:
-            yield Source(
+            yield BlockSource(
                 catalog=self.catalog, format=self.codec, reader=reader, outputs=(), mappings=Mappings()
             )
 

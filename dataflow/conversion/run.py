@@ -25,7 +25,7 @@ from dataflow.conversion.source import ConvertSource, opened_source, tokenizing
 from dataflow.conversion.target import SUFFIXES, TOKENS
 from dataflow.conversion.verify import Asked, verify_shards
 from dataflow.conversion.work import TaskSpec, codec_of, finished_shards
-from dataflow.engines import run_all
+from dataflow.executors import run_all
 from dataflow.sources.indexing import index
 from dataflow.sources.opening import save_catalog
 from prefetch.store.retrier import Retrier

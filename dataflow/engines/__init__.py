@@ -1,12 +1,12 @@
-"""Executors of the engines that people have: processes of this machine, Ray, Dask, Spark, Slurm and MPI.
+"""The public name of `dataflow.executors`, where everything is.
 
-In: tasks that may be done twice. Out: their results, as they are done. An engine's own package does the work:
-what is here is started, asked whether it is there, given few tasks at a time, and asked again for those whose
-worker died. Read `running` first, then `starting`; each other module is one engine.
+In: a call. Out: what `dataflow.executors` gives. Read `dataflow.executors` instead.
 """
 
-from dataflow.engines.errors import EngineError as EngineError, TaskLostError as TaskLostError
-from dataflow.engines.running import run_all as run_all
-from dataflow.engines.starting import ENGINES as ENGINES, engine as engine
-
-__all__ = ["ENGINES", "EngineError", "TaskLostError", "engine", "run_all"]
+from dataflow.executors import (
+    ENGINES as ENGINES,
+    EngineError as EngineError,
+    TaskLostError as TaskLostError,
+    engine as engine,
+    run_all as run_all,
+)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from dataflow.explain.run import NO_HISTORY, numbers_of
-from sharding.plan.history import StepPlace, StepStretch
+from sharding.plan.history import StepPlace, StepRun
 
 if TYPE_CHECKING:
     from dataflow.explain.run import ExplainedRun, Steps
@@ -49,7 +49,7 @@ class _Windows(NamedTuple):
     first: int
     """The number of the first."""
     num: int
-    part: StepStretch
+    part: StepRun
     batches: BatchPlan
     """The batches of the part, and of what would have come after it."""
     taken: int
@@ -137,7 +137,7 @@ def _windows(run: ExplainedRun, accumulate: int) -> Iterator[_Windows]:
         first += count
 
 
-def _parts(stretches: Sequence[StepStretch]) -> Iterator[StepStretch]:
+def _parts(stretches: Sequence[StepRun]) -> Iterator[StepRun]:
     """Yield the stretches epoch by epoch."""
     for stretch in stretches:
         for number in range(stretch.num_epochs):

@@ -27,7 +27,7 @@ from sharding.mixture.inverse import places_in_selection, positions_of
 from sharding.order.epoch_order import EpochOrder
 from sharding.order.windows import ranges, windows_touched
 from sharding.plan.batch_plan import BatchPlan
-from sharding.plan.history import StepStretch
+from sharding.plan.history import StepRun
 from sharding.plan.passing import PassingBatchPlan, passing
 from sharding.printable import listed
 
@@ -216,7 +216,7 @@ def table_of_run(run: ExplainedRun, epoch: int, position: int, samples: Any, on:
     return table.replace_schema_metadata({NOTES: json.dumps([*notes])})
 
 
-def _dealt(run: ExplainedRun, part: StepStretch, num_items: int) -> BatchPlan:
+def _dealt(run: ExplainedRun, part: StepRun, num_items: int) -> BatchPlan:
     """The batches of a part of an epoch, as all ranks had them."""
     plan = BatchPlan(
         num_items=num_items,
@@ -231,7 +231,7 @@ def _dealt(run: ExplainedRun, part: StepStretch, num_items: int) -> BatchPlan:
 
 
 def _steps(
-    run: ExplainedRun, part: StepStretch, numbers: Ints, notes: dict[str, None]
+    run: ExplainedRun, part: StepRun, numbers: Ints, notes: dict[str, None]
 ) -> Iterator[tuple[int, int, int]]:
     """Yield an index in `numbers`, a step with that sample and its item, of some steps of one epoch."""
     order = run.order(part.epoch)
@@ -290,11 +290,14 @@ def units_of(sequence: UnitSequence, positions: Ints) -> tuple[Ints, Ints]:
     and then unit. A sample that is cut is in several units, one that nothing is delivered of in none.
     """
     found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
-    for megabatch, at in windows_touched(np.searchsorted(sequence.bounds, positions, side="right") - 1):
-        first, unit = int(sequence.bounds[megabatch]), sequence.first_unit[megabatch : megabatch + 2]
+    for packing_window, at in windows_touched(np.searchsorted(sequence.bounds, positions, side="right") - 1):
+        first, unit = (
+            int(sequence.bounds[packing_window]),
+            sequence.first_unit[packing_window : packing_window + 2],
+        )
         if len(unit) < 2 or unit[0] == unit[1]:  # not known, or nothing is delivered of it
             continue
-        own, plan = np.arange(len(positions))[at], sequence.units(megabatch)
+        own, plan = np.arange(len(positions))[at], sequence.units(packing_window)
         units = int(unit[0]) + np.repeat(np.arange(len(plan)), np.diff(plan.first))
         by_position = np.argsort(plan.segments.position, kind="stable")
         kept = plan.segments.position[by_position]
@@ -325,7 +328,7 @@ def _coming(
         end = min(order.num_samples, start + 4 * EPOCHS_AHEAD * sum(map(len, run.dataset.sources)))
         size, world_size, tail = group or (1, 1, "uneven")
         num_steps = -(-(end - start) // size) if plan.planner is None else 1 << 40
-        part = StepStretch(first_step, number, start, size, world_size, tail, 1, num_steps)
+        part = StepRun(first_step, number, start, size, world_size, tail, 1, num_steps)
         found = sorted((at, step, item) for at, step, item in _steps(run, part, numbers[left], notes))
         for at, step, item in found:
             coming.setdefault(int(left[at]), (step if group else None, number, item))

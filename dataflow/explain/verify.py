@@ -16,7 +16,7 @@ from dataflow.explain.located import located
 from dataflow.explain.planned import PlannedItems, planned_items
 from dataflow.explain.run import NO_HISTORY, ExplainedRun, run_of_state
 from dataflow.mixture import Mixture
-from dataflow.staging.source import SOURCE_SHIFT
+from dataflow.staging.block_source import SOURCE_SHIFT
 from sharding.lengths.batching import Batching
 from sharding.printable import listed
 

@@ -21,7 +21,7 @@ _NONE = object()
 
 
 @dataclass
-class Share:
+class StepBatches:
     """The batches that one rank has for one step."""
 
     batches: list[Any] = field(default_factory=list)
@@ -43,7 +43,7 @@ class LookAhead:
         self._loader, self._accumulate, self._weigh = loader, accumulate, weigh
         self._has_state = callable(getattr(loader, "state_dict", None))
         self._iterator: Iterator[Any] | None = None
-        self.share = Share()
+        self.share = StepBatches()
         """The share of the next step, as far as it was taken."""
         self.num_taken = 0
         """Batches taken in this epoch."""
@@ -70,7 +70,7 @@ class LookAhead:
         """Begin an epoch, or the rest of one."""
         self.end()
         self._no_steps, self._rest_has_none = self._rest_has_none, False
-        self.share, self.num_taken = Share(state=self._loader_state()), 0
+        self.share, self.num_taken = StepBatches(state=self._loader_state()), 0
         self._iterator = iter(self._loader)
 
     @property
@@ -100,12 +100,12 @@ class LookAhead:
         while self.take_one():
             pass
 
-    def next_share(self) -> Share:
+    def next_share(self) -> StepBatches:
         """The filled share; another one begins."""
-        share, self.share = self.share, Share(state=self.share.state)
+        share, self.share = self.share, StepBatches(state=self.share.state)
         return share
 
-    def step_ended(self, share: Share, *, last: bool) -> None:
+    def step_ended(self, share: StepBatches, *, last: bool) -> None:
         """The batches of a step were trained on; `last`: none follows in this epoch."""
         self._state, self._no_steps = share.state, last
 
@@ -122,7 +122,7 @@ class LookAhead:
     def end(self) -> None:
         """Let go of the loader's iterator and of what is held."""
         iterator, self._iterator = self._iterator, None
-        self.share = Share()
+        self.share = StepBatches()
         if callable(close := getattr(iterator, "close", None)):
             close()
 

@@ -15,7 +15,7 @@ from dataflow.grad.agreement import Deadline
 from dataflow.grad.boundary import Outcome, StepBoundary
 from dataflow.grad.gate import IoGate
 from dataflow.grad.lookahead import LookAhead
-from dataflow.grad.negotiation import Control, Negotiation
+from dataflow.grad.negotiation import Negotiation, WindowControl
 from dataflow.grad.step import Microbatch, Position, Replay, Step
 from dataflow.grad.wrapper import copied_buffers
 from dataflow.telemetry.status.loaders import ScheduleStatus
@@ -43,7 +43,7 @@ class StepLoop:
     accumulate: int
     phases: PhaseLedger
     gate: IoGate | None
-    control: Control | None
+    control: WindowControl | None
     status: ScheduleStatus | None
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from dataflow.grad.adapt.controller import Controller, Measurement
 from dataflow.grad.adapt.options import ACCUMULATE, IO, Allowed
 from dataflow.grad.agreement import Consensus
 from dataflow.grad.gate import GateDecision, GateMode
-from dataflow.grad.lookahead import LookAhead, Share
+from dataflow.grad.lookahead import LookAhead, StepBatches
 from dataflow.grad.step import (
     MICROBATCHES,
     Position,
@@ -77,7 +77,7 @@ class Negotiation:
     replay: Replay
     settings: ScheduleSettings
     accumulate: int
-    control: Control | None
+    control: WindowControl | None
 
     def __post_init__(self) -> None:
         self._weights = tuple(self.settings.weights)
@@ -158,7 +158,7 @@ class Negotiation:
             self._lend_one(rows, plan, share)
         return Step(plan=plan, share=share, lent=lent, totals=totals, scales=factors)
 
-    def _lend_one(self, rows: list[list[float]], plan: StepPlan, share: Share) -> None:
+    def _lend_one(self, rows: list[list[float]], plan: StepPlan, share: StepBatches) -> None:
         """Hand a batch to ranks that must replay one, any, and never had any."""
         lacking = (
             forwards and not (count or row[_REPLAY])
@@ -167,7 +167,7 @@ class Negotiation:
         if any(lacking) and (lent := self._lent(plan, share)) and not self.replay.available():
             self.replay.take_over(lent[0])
 
-    def _lent(self, plan: StepPlan, share: Share) -> list[Any]:
+    def _lent(self, plan: StepPlan, share: StepBatches) -> list[Any]:
         """The batches of a rank that has all, for the replays of this one: of the same microbatches.
 
         Where forward passes are collective, a batch that takes another way through the model will not do.
@@ -191,7 +191,7 @@ class Negotiation:
         return None if location == "cpu" else default_restore_location(storage, str(self.model.device))
 
     def _row(
-        self, at: Position, share: Share | None = None, *, can_replay: bool = False, batches: int = -1
+        self, at: Position, share: StepBatches | None = None, *, can_replay: bool = False, batches: int = -1
     ) -> list[float]:
         """Return what this rank tells: its columns, its weights, and what its controller says."""
         weights = summed(share.weights) if share is not None else {}
@@ -229,7 +229,7 @@ _SEEN, _SECONDS, _EXPOSED, _HELD = range(len(_UNTOLD))
 """Indices of what a rank tells of a window, here its number; -1: no window, unknown."""
 
 
-class Control:
+class WindowControl:
     """The controller of one schedule, on one rank: tells the others what this one saw, does what was decided.
 
     What a rank saw of a window travels in the row by which it offers its share of a later one, so nothing

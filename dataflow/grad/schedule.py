@@ -24,7 +24,7 @@ from dataflow.grad.agreement import Consensus, give_private_back, private_group
 from dataflow.grad.boundary import StepBoundary, check_boundary
 from dataflow.grad.gate import GateDecision, GateMode, GateModeOf, Io, IoGate, checked_io
 from dataflow.grad.loop import StepLoop
-from dataflow.grad.negotiation import Control
+from dataflow.grad.negotiation import WindowControl
 from dataflow.grad.step import (
     MICROBATCHES,
     Partial,
@@ -159,7 +159,7 @@ class GradSchedule(Shown):
         pause = getattr(loader, "read_pause", None) if several else None
         ways = tuple(GateMode) if pause is not None and self._way_of is None else ()
         options = allowed(adapt, self.strategy, self.window_size, ways=ways)
-        self._control = Control(options, self.strategy) if options.tunables and several else None
+        self._control = WindowControl(options, self.strategy) if options.tunables and several else None
         self._agreement.compare(
             {
                 "what may change (adapt=, io=)": {one.name: one.options for one in options.tunables},

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from dataflow.grad.lookahead import Share
+from dataflow.grad.lookahead import StepBatches
 from dataflow.ragged import Ragged
 
 Uneven = Literal["pad", "min", "error"]
@@ -299,7 +299,7 @@ class Step:
     """A step that all ranks have decided on, on this rank."""
 
     plan: StepPlan
-    share: Share
+    share: StepBatches
     lent: list[Any] = field(default_factory=list)
     """Another rank's batches of the same microbatches, one a replay; none: an own batch is replayed."""
     totals: dict[str, float]

@@ -33,7 +33,7 @@ _WITHOUT_STATE = (
 )
 
 
-def resume(trainer: Any) -> KeepPlace:
+def resume(trainer: Any) -> LoaderStateCallback:
     """Keep the place of a trainer's loader over shards in its checkpoints, and go on there.
 
     The loader may be prepared (`dataflow.integrations.accelerate.prepare_loader`) or not. Other loaders stay
@@ -57,9 +57,9 @@ def resume(trainer: Any) -> KeepPlace:
     """
     trainer_module.skip_first_batches = _skip_first_batches
     for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, KeepPlace):
+        if isinstance(callback, LoaderStateCallback):
             return callback
-    callback = KeepPlace()
+    callback = LoaderStateCallback()
     trainer.add_callback(callback)
     return callback
 
@@ -88,7 +88,7 @@ def _is_over_shards(loader: Any) -> bool:
     return isinstance(getattr(_own(loader), "sampler", None), ShardOrder)
 
 
-class KeepPlace(TrainerCallback, ExportableState):  # type: ignore[misc]
+class LoaderStateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """The callback that `resume` adds: the loader's state in each checkpoint, loaded when training begins."""
 
     def __init__(self) -> None:
@@ -110,8 +110,8 @@ class KeepPlace(TrainerCallback, ExportableState):  # type: ignore[misc]
     ) -> None:
         """Load the place that the checkpoint holds."""
         self._loader, self._is_elsewhere = None, False
-        stored = state.stateful_callbacks.get(KeepPlace.__name__)
-        state.stateful_callbacks[KeepPlace.__name__] = (
+        stored = state.stateful_callbacks.get(LoaderStateCallback.__name__)
+        state.stateful_callbacks[LoaderStateCallback.__name__] = (
             self.state()
         )  # transformers asks for it before it saves
         if not _is_over_shards(train_dataloader):

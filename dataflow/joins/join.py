@@ -31,8 +31,8 @@ from dataflow.joins.matches import (
 from dataflow.joins.windows import MatchSource
 from dataflow.outputs.output import Output, staged_outputs
 from dataflow.sources.views import column_array
+from dataflow.staging.block_source import BlockSource
 from dataflow.staging.rows import read_columns
-from dataflow.staging.source import Source
 from sharding.arrow_arrays import number_array
 from sharding.catalog.table import Catalog
 from sharding.formats.arrow.columns import TabularFormat
@@ -91,7 +91,7 @@ class Join(Struct, frozen=True, eq=False, kw_only=True):
 class JoinSide:
     """One of the two datasets: what it is read with, its samples, its key column."""
 
-    source: Source
+    source: BlockSource
     selection: Selection
     on: str
 

@@ -17,9 +17,9 @@ from functools import partial
 import numpy as np
 
 from dataflow.joins.matches import MatchTable, blocks_of
+from dataflow.staging.block_source import BlockSource
 from dataflow.staging.columns import StagedArray, StagedOutput, StagedSpans
 from dataflow.staging.rows import OpenRows, RowReader, WindowPart
-from dataflow.staging.source import Source
 from dataflow.staging.window import RowFraction, StagedRows, StagedWindow
 from prefetch.memory.arena import Arena
 from prefetch.work import Task
@@ -31,13 +31,13 @@ from sharding.spans import Bytes, Ints
 class MatchSource:
     """A dataset joined to another, whose samples bring its columns along. Implements `SourceBeside`."""
 
-    source: Source
+    source: BlockSource
     table: MatchTable = field(compare=False)
     """The table of matches: which of its samples belongs to each of the other's."""
     keeps: bool = False
     """True if its blocks stay in memory once they were read, where only whole ones can be decoded."""
 
-    def shared(self, source: Source, *, keeps: bool) -> MatchSource:
+    def shared(self, source: BlockSource, *, keeps: bool) -> MatchSource:
         """See `SourceBeside`."""
         return replace(self, source=source, keeps=keeps)
 

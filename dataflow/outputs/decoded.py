@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 Failures = Sequence[tuple[int, Exception]]
 """Index and error of each value that could not be decoded."""
-Remark = Callable[[int, str], None]
+NoteWarning = Callable[[int, str], None]
 """Is told what is odd about the value of an index, which is delivered all the same."""
 
 
@@ -99,7 +99,7 @@ class DecodedOutput(Output):
         encoded: Sequence[Bytes],
         out: Sequence[NDArray[Any]],
         draws: Draws | None,
-        remark: Remark,
+        remark: NoteWarning,
     ) -> Failures:
         """Decode values of one shape, each into its place in `out`: 0 where that fails."""
         raise NotImplementedError

@@ -17,7 +17,7 @@ from torch import Tensor
 from dataflow.decode.image import Image, decode_image, decode_images, of_own_size
 from dataflow.decode.values import Draws, check_fits
 from dataflow.outputs.columns import ChunkColumns
-from dataflow.outputs.decoded import DecodedOutput, Failures, Remark
+from dataflow.outputs.decoded import DecodedOutput, Failures, NoteWarning
 from dataflow.outputs.output import BuiltColumn, split_list
 from prefetch.memory.arena import rounded_bytes
 from sharding.spans import Bytes
@@ -79,7 +79,7 @@ class ImageOutput(DecodedOutput):
         encoded: Sequence[Bytes],
         out: Sequence[NDArray[Any]],
         draws: Draws | None,
-        remark: Remark,
+        remark: NoteWarning,
     ) -> Failures:
         """See `DecodedOutput`."""
         return decode_images(self.image, encoded, out, draws, remark=remark)

@@ -22,7 +22,7 @@ from dataflow.decode.rules import ReadBytes
 from dataflow.decode.values import Draws
 from dataflow.decode.video import Video
 from dataflow.outputs.columns import ChunkColumns
-from dataflow.outputs.decoded import DecodedOutput, Failures, Remark
+from dataflow.outputs.decoded import DecodedOutput, Failures, NoteWarning
 from dataflow.outputs.fixed import MaskOutput
 from dataflow.outputs.output import Default, Output, name_beside
 from dataflow.staging.columns import Array, StagedArray, StagedSpans
@@ -75,7 +75,7 @@ class ClipOutput(DecodedOutput):
         encoded: Sequence[Bytes],
         out: Sequence[NDArray[Any]],
         draws: Draws | None,
-        remark: Remark,
+        remark: NoteWarning,
     ) -> Failures:
         """See `DecodedOutput`. A clip is a task of its own: it takes longer than to hand it out."""
         failures = list[tuple[int, Exception]]()

@@ -29,7 +29,7 @@ from dataflow.outputs.columns import ChunkColumns, ChunkRows
 from dataflow.ragged import Ragged
 from dataflow.staging.columns import StagedOutput
 from prefetch.core.copy_table import PlanColumn
-from prefetch.core.executor import executor
+from prefetch.core.kernels import kernels
 from sharding.blocks import ALTERNATIVE
 from sharding.spans import Bytes, Ints
 
@@ -83,7 +83,7 @@ def make_copies(built: Sequence[BuiltColumn], columns: ChunkColumns) -> None:
             column.split = partial(column.views, memory, 0)
     if not placed:
         return
-    status = executor().run(columns.rows.num_rows, placed)
+    status = kernels().run(columns.rows.num_rows, placed)
     if status.any():
         row = int(np.flatnonzero(status)[0])
         raise columns.rows.truncated(row, placed[int(status[row]) - 1].name)

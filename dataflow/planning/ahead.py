@@ -1,4 +1,4 @@
-"""The plan of rows that are built while later megabatches are still measured: an epoch comes in parts."""
+"""The plan of rows that are built while later packing windows are still measured: an epoch comes in parts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PlanInParts(StreamPlan):
         sequence = self.planner.sequence(order, start)
         self.known.wait_for(lambda: sequence.is_complete or sequence.num_units >= end)
         part = sequence.known_part(start)
-        goes_on = part.num_megabatches < sequence.num_megabatches
+        goes_on = part.num_packing_windows < sequence.num_packing_windows
         plan = UnitPlan(
             order,
             part,

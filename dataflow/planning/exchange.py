@@ -44,11 +44,11 @@ class LengthExchange:
         self._ranks = sorted(range(len(shard_indices)), key=lambda rank: (shard_indices[rank], rank))
         self.shard_indices = [shard_indices[rank] for rank in self._ranks]
         """The shard index of each maker."""
-        self.maker = self._ranks.index(self._rank)
+        self.producer = self._ranks.index(self._rank)
         """The number of this rank among the makers."""
 
     @property
-    def num_makers(self) -> int:
+    def num_producers(self) -> int:
         """All ranks of the job."""
         return len(self._ranks)
 
@@ -77,14 +77,14 @@ class LengthExchange:
 
     def samples(self, for_makers: Sequence[MeasuredSamples]) -> list[MeasuredSamples]:
         """Give each maker what is for it; what all have for this one."""
-        own = for_makers[self.maker]
-        parcels = [b""] * self.num_makers
+        own = for_makers[self.producer]
+        parcels = [b""] * self.num_producers
         for rank, samples in zip(self._ranks, for_makers, strict=True):
             if rank != self._rank and len(samples):
                 parcels[rank] = pickle.dumps(samples, protocol=5)
         sizes = [len(parcel) for parcel in parcels]
         with _named_failures():
-            incoming = torch.empty(self.num_makers, dtype=torch.int64)
+            incoming = torch.empty(self.num_producers, dtype=torch.int64)
             dist.all_to_all_single(incoming, torch.tensor(sizes), group=self._group)
             sizes_in = [int(size) for size in incoming]
             received = torch.empty(sum(sizes_in), dtype=torch.uint8)

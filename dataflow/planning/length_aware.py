@@ -35,7 +35,7 @@ from sharding.lengths.batching import Batching, Bucketed, Lengths, Packed, Token
 from sharding.lengths.column_lengths import resolve_lengths
 from sharding.lengths.kept import KeptLengths, LengthsFile
 from sharding.lengths.unit_plan import UnitPlanner
-from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES
+from sharding.lengths.units import DEFAULT_PACKING_WINDOW_SAMPLES
 from sharding.order.epoch_order import EpochOrder
 from sharding.plan.window_size import DEFAULT_LIMIT
 from sharding.printable import listed
@@ -46,9 +46,9 @@ _log = logging.getLogger("dataflow")
 
 _THREADS = 16
 _MEASURED_BYTES, _LEAST_MEASURED = 4 << 20, 256
-"""Bytes and samples of a megabatch whose samples must be made to be measured: whoever goes on in it makes
+"""Bytes and samples of a packing window whose samples are made to be measured: whoever goes on in it makes
 them again, and a tokenizer makes tokens of some MB a second. A million tokens pack to 0.998."""
-_MEGABATCHES_IN_LIMIT = 8
+_PACKING_WINDOWS_IN_LIMIT = 8
 
 
 def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> None:
@@ -168,12 +168,12 @@ def _output(name: str, dataset: ShardedDataset | Mixture) -> Output | None:
     return next((output for output in dataset.outputs if output.name == name), None)
 
 
-def megabatch_bytes(given_limit: int | None) -> int:
-    """Bytes of blocks that a megabatch may have: an eighth of the limit that the user gave, if any.
+def packing_window_bytes(given_limit: int | None) -> int:
+    """Bytes of blocks that a packing window may have: an eighth of the limit that the user gave, if any.
 
     Else of a limit that is the same on all machines.
     """
-    return (given_limit or DEFAULT_LIMIT) // _MEGABATCHES_IN_LIMIT
+    return (given_limit or DEFAULT_LIMIT) // _PACKING_WINDOWS_IN_LIMIT
 
 
 def make_planner(
@@ -181,7 +181,7 @@ def make_planner(
 ) -> UnitPlanner:
     """Plan with the lengths of samples, which are looked up, or `measured` while samples are made.
 
-    Reads shards where the catalog does not know. Where `batching.window` is None, a megabatch has 16,384
+    Reads shards where the catalog does not know. Where `batching.window` is None, a packing window has 16,384
     samples, more where these fill few rows, but at most about `window_bytes` of blocks, or 4 MiB where
     lengths are measured.
 
@@ -209,7 +209,12 @@ def make_planner(
     each = sum(
         share * max(1, int(n)) / max(1, len(s)) for share, n, s in zip(shares, held, sources, strict=True)
     )
-    num_in_token, most, lengths, mean = sum(map(len, _used(dataset))), DEFAULT_MEGABATCH_SAMPLES, None, None
+    num_in_token, most, lengths, mean = (
+        sum(map(len, _used(dataset))),
+        DEFAULT_PACKING_WINDOW_SAMPLES,
+        None,
+        None,
+    )
     if parts is not None:
         lengths = parts[0] if len(parts) == 1 else np.concatenate(parts)
         means = (float(part.mean()) if len(part) else 0.0 for part in parts)
@@ -217,7 +222,7 @@ def make_planner(
         most = max(most, batching.least_samples(lengths[:num_in_token]))
         lengths = np.column_stack([lengths, *map(np.concatenate, costs)]) if costs else lengths
     if measured and not tells_lengths(dataset):
-        most = min(DEFAULT_MEGABATCH_SAMPLES, max(_LEAST_MEASURED, int(_MEASURED_BYTES / each)))
+        most = min(DEFAULT_PACKING_WINDOW_SAMPLES, max(_LEAST_MEASURED, int(_MEASURED_BYTES / each)))
     return UnitPlanner(
         batching,
         max(1, min(most, int(window_bytes / each))),
@@ -270,7 +275,7 @@ class SampleLengths:
         if is_open and not tells_lengths(dataset) and any(measure_of(s.transform) for s in dataset.sources):
             _log.warning(
                 "the transforms of some sources of the mixture have no measure, so it is not used: "
-                "megabatches are made to be planned"
+                "packing windows are made to be planned"
             )
         self.exchange: LengthExchange | None = None
         """With the other ranks; None: not joined yet, or there are none."""

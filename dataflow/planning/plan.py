@@ -15,9 +15,9 @@ import numpy as np
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import memory_limit_bytes
 from dataflow.mixture import Mixture
-from dataflow.planning.length_aware import are_measured, make_planner, megabatch_bytes, tells_lengths
+from dataflow.planning.length_aware import are_measured, make_planner, packing_window_bytes, tells_lengths
 from dataflow.planning.settings import PASSING, StreamSettings
-from dataflow.staging.source import SOURCE_SHIFT
+from dataflow.staging.block_source import SOURCE_SHIFT
 from sharding.cached_property import cached_property
 from sharding.lengths.batching import Batching
 from sharding.lengths.unit_plan import UnitPlanner
@@ -106,8 +106,8 @@ class StreamPlan:
         """Return whether samples are made when the row that they are planned for is built.
 
         So it is where lengths are known, and samples may be large: columns come whole, as pixels do, or the
-        transform has `measure`. Text alone is made by the megabatch, many samples together, which takes half
-        of the time; so are samples that are cut, which would be made again for each piece.
+        transform has `measure`. Text alone is made by the packing window, many samples together, which takes
+        half of the time; so are samples that are cut, which would be made again for each piece.
         """
         planner = self.planner
         if planner is None or not planner.is_measured or planner.lengths is None:
@@ -118,7 +118,7 @@ class StreamPlan:
 
     @cached_property
     def measures_ahead(self) -> bool:
-        """Return whether transforms tell the lengths of a megabatch before any sample of it is made."""
+        """Return whether transforms tell the lengths of a packing window before any sample of it is made."""
         planner = self.planner
         is_open = planner is not None and planner.is_measured and planner.lengths is None
         return is_open and (self.makes_twice or tells_lengths(self.dataset))
@@ -205,7 +205,10 @@ class StreamPlan:
         number, weights = of.weights_set
         change, since = position, None
         if planner is not None:
-            start, change = planner.megabatch_start(order, position), planner.change_after(order, position)
+            start, change = (
+                planner.packing_window_start(order, position),
+                planner.change_after(order, position),
+            )
             since, planner = start.position, planner.changed(start)
         if self.epoch(epoch, position).num_global_batches == 0:
             change = order.num_samples
@@ -268,7 +271,9 @@ class StreamPlan:
                 return plan._checked(state)
             difference = differing(state.batching, mark)
             if difference is None:
-                raise ValueError(f"the state is damaged: it is of no megabatch of these, {state.batching}")
+                raise ValueError(
+                    f"the state is damaged: it is of no packing window of these, {state.batching}"
+                )
         else:
             difference = _differing_data(state, of, data)
         if not state.position:
@@ -387,7 +392,7 @@ def first_plan(dataset: ShardedDataset | Mixture, settings: StreamSettings) -> t
     batching, planner = settings.batching, None
     if batching:
         measured = are_measured(settings, dataset)
-        planner = make_planner(batching, dataset, megabatch_bytes(limit), measured=measured)
+        planner = make_planner(batching, dataset, packing_window_bytes(limit), measured=measured)
     tables = [source.kept_blocks for source in dataset.sources]
     shuffle, reason = resolve_windows(settings.order, tables, limit)
     plan = StreamPlan(

@@ -21,7 +21,7 @@ from dataflow.staging.columns import StagedArray, StagedOutput, StagedSpans
 from dataflow.staging.rows import WindowPart
 from dataflow.staging.window import FileParts, StagedRows
 from prefetch.core.copy_table import PlanColumn
-from prefetch.core.executor import executor
+from prefetch.core.kernels import kernels
 from prefetch.memory.arena import Arena
 from prefetch.memory.open_files import MOST_OPEN, OpenFile
 from sharding.errors import SampleError
@@ -101,7 +101,7 @@ def serialize(
             bad=column.bad if isinstance(column, StagedArray) else {},
         )
         used += nbytes
-    status = executor().run(rows.num_rows, copies)
+    status = kernels().run(rows.num_rows, copies)
     if status.any():
         row = int(np.flatnonzero(status)[0])
         raise rows.truncated(row, copies[int(status[row]) - 1].name)

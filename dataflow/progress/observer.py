@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 Role = Literal["train", "validation"]
-HEADSPACE = "DATAFLOW_HEADSPACE"
+DATA_STALL = "DATAFLOW_HEADSPACE"
 """The environment variable by which `dataflow doctor --headspace` asks for batches from memory, after so many
 steps."""
 REPLAYED = "dataflow.telemetry.timing.loops:replayed"

@@ -38,7 +38,7 @@ from sharding.write.file import NewFile, private_folder
 
 RunTasks = Callable[..., Generator[tuple[int, Any], None, None]]
 """Runs tasks elsewhere: (function, tasks) -> (number of the task, what the function returned), in any order.
-`partial(dataflow.engines.run_all, executor)` is one."""
+`partial(dataflow.executors.run_all, executor)` is one."""
 
 INDEX_THREADS = 16
 REMOTE_INDEX_THREADS = 48

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from dataflow.outputs.output import Output
 from dataflow.ragged import Ragged
+from dataflow.staging.block_source import BlockSource
 from dataflow.staging.rows import read_columns
-from dataflow.staging.source import Source
 from sharding.arrow_arrays import bits, bool_array, number_array
 from sharding.blocks import Block, Format, Masked, Spans
 from sharding.catalog.predicate import (
@@ -79,7 +79,7 @@ def _ascending(indices: NDArray[np.int64], total: int) -> NDArray[np.int64]:
     return indices
 
 
-def matching(source: Source, selection: Selection, expression: Any) -> Selection:
+def matching(source: BlockSource, selection: Selection, expression: Any) -> Selection:
     """The samples for which a pyarrow expression is true."""
     codec, catalog = source.format, source.catalog
     if codec.columns_are_extensions:
@@ -135,7 +135,7 @@ def _schemas(catalog: Catalog, codec: TabularFormat) -> list[pa.Schema]:
     return [codec.schema(bytes(catalog.block(first).footer)) for first in firsts]
 
 
-def _with_values(source: Source, selection: Selection, expression: Any) -> Selection:
+def _with_values(source: BlockSource, selection: Selection, expression: Any) -> Selection:
     """The samples whose numbers, text or bytes an expression is true of, in a format that is no table."""
     codec, catalog = source.format, source.catalog
     types = {
@@ -173,7 +173,7 @@ def column_array(column: Any) -> pa.Array:
     return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(lengths), buffers)
 
 
-def _with_members(source: Source, selection: Selection, expression: Any) -> Selection:
+def _with_members(source: BlockSource, selection: Selection, expression: Any) -> Selection:
     """The samples for which an expression of members' sizes and known values is true; reads nothing."""
     codec, catalog = source.format, source.catalog
     try:

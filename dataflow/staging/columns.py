@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.decode.values import LACKING, BadRows
-from prefetch.core.executor import executor
+from prefetch.core.kernels import kernels
 from prefetch.memory.arena import Arena
 from sharding.blocks import ABSENT, MISSING, NULL_INSIDE, PATH_ONLY, Column, Masked, Shard, Spans
 from sharding.cached_property import cached_property
@@ -64,7 +64,7 @@ class StagedArray:
         if len(arrays) == 1:
             np.copyto(out, arrays[0])
         else:
-            executor().interleave(arrays, out)
+            kernels().interleave(arrays, out)
         for at, column in enumerate(columns):
             if isinstance(column, Masked):
                 self._put_gaps(first, column.lacks, ... if len(columns) == 1 else (..., at))

@@ -18,11 +18,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from dataflow.staging.block_source import BlockSource
 from dataflow.staging.columns import ALIGN, StagedOutput, StagedSpans
-from dataflow.staging.source import Source
 from dataflow.staging.window import FileParts, NotLocatableError, RowFraction, StagedWindow, WindowSamples
 from prefetch.core.copy_table import PlanColumn
-from prefetch.core.executor import executor
+from prefetch.core.kernels import kernels
 from prefetch.memory.arena import Arena
 from prefetch.memory.guards import FileGuard
 from prefetch.memory.mapping import MappedShard, will_need
@@ -35,7 +35,7 @@ from sharding.spans import Bytes, Ints
 class WindowOfFiles(StagedWindow):
     """A window of which some blocks, or all, are mapped while it is open."""
 
-    def __init__(self, source: Source, arena: Arena, samples: WindowSamples, rows: Ints) -> None:
+    def __init__(self, source: BlockSource, arena: Arena, samples: WindowSamples, rows: Ints) -> None:
         super().__init__(source, arena, samples, rows)
         self._shards: list[MappedShard | None] = [None] * len(samples.blocks)
         """[b] of blocks that are mapped."""
@@ -71,7 +71,7 @@ class WindowOfFiles(StagedWindow):
             out=buffer,
             may_load=False,
         )
-        lost = np.flatnonzero(executor().run(len(owners), [copies]))
+        lost = np.flatnonzero(kernels().run(len(owners), [copies]))
         if len(lost):
             raise self.truncated(int(owners[lost[0]]), column)
         return buffer, starts
@@ -117,7 +117,7 @@ class MappedWindow(WindowOfFiles):
 
     def __init__(
         self,
-        source: Source,
+        source: BlockSource,
         arena: Arena,
         numbers: Ints,
         rows: Ints,

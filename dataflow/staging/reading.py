@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dataflow.staging.block_source import BlockSource
 from dataflow.staging.columns import ALIGN, StagedOutput
 from dataflow.staging.mapped import WindowOfFiles
-from dataflow.staging.source import Source
 from dataflow.staging.window import NotLocatableError, StagedWindow, WindowSamples
 from prefetch.addresses import memory_at
 from prefetch.memory.arena import Arena, rounded_bytes
@@ -47,7 +47,7 @@ class ReadWindow(WindowOfFiles):
 
     def __init__(
         self,
-        source: Source,
+        source: BlockSource,
         arena: Arena,
         numbers: Ints,
         rows: Ints,
@@ -222,7 +222,7 @@ class SparseWindow(StagedWindow):
     Raises `NotLocatableError` where the format cannot tell where values lie.
     """
 
-    def __init__(self, source: Source, arena: Arena, numbers: Ints, rows: Ints) -> None:
+    def __init__(self, source: BlockSource, arena: Arena, numbers: Ints, rows: Ints) -> None:
         blocks, wanted = source.blocks(numbers), np.unique(rows[rows >= 0])
         first = np.cumsum([0, *(block.num_samples for block in blocks[:-1])])
         by_block = np.split(wanted, np.searchsorted(wanted, first[1:]))

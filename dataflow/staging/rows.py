@@ -23,8 +23,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from dataflow.staging.block_source import BlockSource
 from dataflow.staging.mapped import MappedWindow
-from dataflow.staging.source import Source
 from dataflow.staging.window import NotLocatableError, RowFraction, StagedRows, StagedWindow
 from prefetch.memory.arena import Arena
 from prefetch.store.ranges import read_located
@@ -46,7 +46,7 @@ _GAP_BYTES = 64 << 10
 
 
 def open_rows(
-    source: Source, arena: Arena, blocks: Ints, rows: Ints, *, share: RowFraction, num_readers: int = 1
+    source: BlockSource, arena: Arena, blocks: Ints, rows: Ints, *, share: RowFraction, num_readers: int = 1
 ) -> StagedWindow:
     """A window that holds some rows of some blocks. Nothing is read before its `reads` are called.
 
@@ -74,7 +74,7 @@ def open_rows(
 
 
 def counted_through(
-    source: Source, blocks: Ints, ordinal: NDArray[np.integer], row: Ints
+    source: BlockSource, blocks: Ints, ordinal: NDArray[np.integer], row: Ints
 ) -> tuple[Ints, Ints]:
     """Rows of blocks as `open_rows` takes them.
 
@@ -105,7 +105,12 @@ class BlockRows(NamedTuple):
 
 
 def read_rows(
-    source: Source, selection: Selection, positions: Ints, columns: Sequence[str], *, is_checked: bool = False
+    source: BlockSource,
+    selection: Selection,
+    positions: Ints,
+    columns: Sequence[str],
+    *,
+    is_checked: bool = False,
 ) -> Iterator[BlockRows]:
     """Yield columns of the samples at some positions, each block once, in the order of blocks.
 
@@ -132,7 +137,7 @@ def by_block(catalog: Catalog, selection: Selection, positions: Ints) -> Iterato
 
 
 def read_columns(
-    source: Source,
+    source: BlockSource,
     block: Block,
     columns: Sequence[str],
     rows: Ints | None = None,
@@ -247,7 +252,7 @@ class RowReader:
 
     def open(
         self,
-        source: Source,
+        source: BlockSource,
         blocks: Ints,
         ordinal: NDArray[np.integer],
         row: Ints,
@@ -294,7 +299,7 @@ class RowReader:
             parts=[part], windows=[window], reads=window.reads, nbytes=window.nbytes, is_alone=True
         )
 
-    def _shared(self, source: Source, source_epoch: int | None, number: int) -> _SharedBlock:
+    def _shared(self, source: BlockSource, source_epoch: int | None, number: int) -> _SharedBlock:
         from dataflow.staging.reading import ReadWindow
 
         key = source.number, source_epoch, number

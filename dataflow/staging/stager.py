@@ -12,11 +12,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from dataflow.staging.block_source import BlockSource
 from dataflow.staging.columns import ALIGN
 from dataflow.staging.rows import counted_through, open_rows
-from dataflow.staging.source import Source
 from dataflow.staging.window import RowFraction, StagedWindow
-from prefetch.core.executor import executor
+from prefetch.core.kernels import kernels
 from prefetch.errors import MemoryLimitError
 from prefetch.memory.arena import Arena
 from sharding.order.epoch_order import EpochOrder, SourceWindow, Windows
@@ -88,7 +88,7 @@ class Stager:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[BlockSource],
         arena: Arena,
         *,
         num_readers: int,
@@ -148,7 +148,7 @@ class Stager:
         window.seed, window.source_epoch = self._seed, own.epoch
         return window
 
-    def _staged(self, source: Source, units: Windows, number: int, indices: Ints | None) -> StagedWindow:
+    def _staged(self, source: BlockSource, units: Windows, number: int, indices: Ints | None) -> StagedWindow:
         """A window of a source, without what is joined to it."""
         if source.cache is not None and isinstance(units, Order):
             source.cache.begins(units.epoch, number)
@@ -157,7 +157,7 @@ class Stager:
             # Recycled memory: first touches cost more than the mixing.
             rows = self._arena.lease(nbytes)[:nbytes].view(np.int64)
             num_samples = source.catalog.blocks.num_samples
-            blocks = units.whole_window(number, num_samples, rows, executor().seeded_permutations)
+            blocks = units.whole_window(number, num_samples, rows, kernels().seeded_permutations)
             return self._opened(source, blocks, rows, "all")
         ordinal, row = units.window_samples(number, indices)
         blocks, wanted = counted_through(source, units.window_blocks(number), ordinal, row)
@@ -167,7 +167,7 @@ class Stager:
             rows[indices] = wanted
         return self._opened(source, blocks, rows, "few" if isinstance(units, FullWindows) else "many")
 
-    def _opened(self, source: Source, blocks: Ints, rows: Ints, share: RowFraction) -> StagedWindow:
+    def _opened(self, source: BlockSource, blocks: Ints, rows: Ints, share: RowFraction) -> StagedWindow:
         return self._open_window(
             source, self._arena, blocks, rows, share=share, num_readers=self._num_readers
         )

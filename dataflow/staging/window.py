@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 import numpy as np
 
 from dataflow.decode.values import DRAWS, Draws
+from dataflow.staging.block_source import BlockSource
 from dataflow.staging.columns import StagedArray, StagedSpans
-from dataflow.staging.source import Source
 from prefetch.addresses import address_of, memory_at
 from prefetch.memory.arena import Arena
 from prefetch.memory.open_files import OpenFile
@@ -219,7 +219,7 @@ class StagedWindow(StagedRows):
     nbytes: int
     """Bytes held from admission to close, at most."""
 
-    def __init__(self, source: Source, arena: Arena, samples: WindowSamples, rows: Ints) -> None:
+    def __init__(self, source: BlockSource, arena: Arena, samples: WindowSamples, rows: Ints) -> None:
         super().__init__(source.number, samples)
         self.source, self.arena, self.rows = source, arena, rows
         self.seed = self.epoch = 0

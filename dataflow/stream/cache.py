@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dataflow.dataset import ShardedDataset
 from dataflow.planning.plan import StreamPlan
-from dataflow.staging.source import SourceCache
+from dataflow.staging.block_source import SourceCache
 from dataflow.stream.read_ahead import WINDOWS_OPEN
 from prefetch.cache.block_cache import BlockCache
 from prefetch.cache.entry import Entry, shard_hash, tag_of
@@ -98,7 +98,7 @@ def _use_of(dataset: ShardedDataset, number: int, plan: StreamPlan, topology: To
 def _lanes(plan: StreamPlan, num_lanes: int, topology: Topology) -> LaneRange:
     """The lanes of this machine's ranks; nodes are taken to have equally many."""
     world = topology.data_world_size
-    if plan.planner is not None or plan.measures_lengths:  # units or megabatches are dealt to ranks
+    if plan.planner is not None or plan.measures_lengths:  # units or packing windows are dealt to ranks
         return LaneRange(0, num_lanes, shared=topology.local_world_size > 1)
     each = max(1, world // topology.num_nodes)
     first = shard_index_of(topology) // each * each

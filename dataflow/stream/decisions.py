@@ -225,7 +225,7 @@ def plan_session(
     if plan.asked is not None and builders.num_processes:  # beside those that build rows
         share = 2 if plan.makes_twice else 4
         builders = replace(builders, num_workers=-(-builders.num_workers // share))
-    makers = max(builders.num_threads, builders.num_workers) if plan.measures_lengths else 0
+    producers = max(builders.num_threads, builders.num_workers) if plan.measures_lengths else 0
     ahead = choose_read_ahead(
         memory_limit,
         batch_bytes=batch_bytes(plan),
@@ -239,7 +239,7 @@ def plan_session(
         batch_samples=plan.samples_per_batch,
         in_consumer=builders.num_workers == 0,
         machine_bytes=machine_memory() // max(1, topology.local_world_size),
-        num_makers=makers,
+        num_producers=producers,
     )
     return SessionPlan(
         plan=plan,

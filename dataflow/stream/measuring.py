@@ -1,13 +1,14 @@
 """Batches by length of samples whose lengths show when they are made.
 
-The engine of such a session makes samples, by whoever builds: each rank its share of every megabatch
-(`MeasuringPlan`). The consumer takes them evenly while it delivers the megabatch before. When a megabatch is
-whole, ranks tell each other the lengths, which decide its batches on all of them, and send the samples of
-batches that are complete to the ranks that deliver these: a sample is made once in the whole job. Where all
-lengths are known beforehand, samples are made when their batch is built, and none of this is needed; but for
-those that are cut into pieces (`StreamPlan.makes_rows`): each rank makes what it delivers, nothing is
-exchanged, and what it makes must be as long as was said. Where transforms tell lengths by `measure`, or what
-they make does not fit, lengths alone are made and exchanged, and a session of its own builds the rows.
+The engine of such a session makes samples, by whoever builds: each rank its share of every packing window
+(`MeasuringPlan`). The consumer takes them evenly while it delivers the packing window before. When a packing
+window is whole, ranks tell each other the lengths, which decide its batches on all of them, and send the
+samples of batches that are complete to the ranks that deliver these: a sample is made once in the whole job.
+Where all lengths are known beforehand, samples are made when their batch is built, and none of this is
+needed; but for those that are cut into pieces (`StreamPlan.makes_rows`): each rank makes what it delivers,
+nothing is exchanged, and what it makes must be as long as was said. Where transforms tell lengths by
+`measure`, or what they make does not fit, lengths alone are made and exchanged, and a session of its own
+builds the rows.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from prefetch.engine.ledger import Ledger, State
 from prefetch.errors import EngineClosedError
 from prefetch.work import Batches
 from sharding.errors import DataflowError, SampleError
-from sharding.lengths.measuring import MeasuredUnits, SharePlan, maker_counts, makers
+from sharding.lengths.measuring import MeasuredUnits, SharePlan, producer_counts, producers
 from sharding.lengths.unit_plan import LEFT_OUT, UnitPlan
 from sharding.order.epoch_order import EpochOrder
 from sharding.spans import Ints
@@ -49,7 +50,7 @@ _GATHERED_SAMPLES, _GATHERED_BYTES = 128, 1 << 20
 """Made and gathered at a time, and what these take in their shards, about."""
 _MOST_AHEAD = 8
 """Batches beyond the next two of which lengths are known before, where these are measured ahead: rows of the
-next megabatch are built before those of this one are all delivered."""
+next packing window are built before those of this one are all delivered."""
 
 Record = Callable[[EpochOrder, int, Ints], None]
 """Notes the lengths of the samples from a position of an order on."""
@@ -61,8 +62,8 @@ class MeasuringPlan(StreamPlan):
 
     outer: StreamPlan
     """The plan of the batches."""
-    maker: int
-    num_makers: int
+    producer: int
+    num_producers: int
     """0: all lengths are known, and each rank makes what it delivers."""
 
     measures_lengths = True
@@ -79,41 +80,41 @@ class MeasuringPlan(StreamPlan):
             planner=None,
             outer=outer,
             asked=planner.batching if outer.measures_ahead else None,
-            maker=exchange.maker if exchange else 0,
-            num_makers=0 if planner.lengths is not None else exchange.num_makers if exchange else 1,
+            producer=exchange.producer if exchange else 0,
+            num_producers=0 if planner.lengths is not None else exchange.num_producers if exchange else 1,
         )
 
     def epoch(self, epoch: int, start: int = 0) -> SharePlan:
-        """The plan of one epoch, from the megabatch of unit `start` on."""
+        """The plan of one epoch, from the packing window of unit `start` on."""
         plan = self.outer.epoch(epoch, start)
         assert isinstance(plan, UnitPlan)
         order, bounds = plan.order, plan.sequence.bounds
         own: Callable[[int], Ints]
-        if self.num_makers:
-            counts = maker_counts(bounds, self.maker, self.num_makers)
+        if self.num_producers:
+            counts = producer_counts(bounds, self.producer, self.num_producers)
             own = partial(self._measured_here, plan)
         else:
             own = self._delivered_here(plan)
-            later = range(plan.megabatch, plan.sequence.num_megabatches)
-            counts = np.zeros(plan.sequence.num_megabatches, np.int64)
-            counts[plan.megabatch :] = [len(own(megabatch)) for megabatch in later]
-        counts[: plan.megabatch] = 0  # those before are done
+            later = range(plan.packing_window, plan.sequence.num_packing_windows)
+            counts = np.zeros(plan.sequence.num_packing_windows, np.int64)
+            counts[plan.packing_window :] = [len(own(packing_window)) for packing_window in later]
+        counts[: plan.packing_window] = 0  # those before are done
         return SharePlan(order, bounds, counts, own, batch_size=self.batch_size)
 
-    def _measured_here(self, plan: UnitPlan, megabatch: int) -> Ints:
-        """Positions of the samples of a megabatch that this rank is to make."""
-        first, end = plan.sequence.bounds[megabatch : megabatch + 2].tolist()
-        of_maker = makers(first, end, plan.order.num_lanes, self.num_makers)
-        own: Ints = np.flatnonzero(of_maker == self.maker) + first
+    def _measured_here(self, plan: UnitPlan, packing_window: int) -> Ints:
+        """Positions of the samples of a packing window that this rank is to make."""
+        first, end = plan.sequence.bounds[packing_window : packing_window + 2].tolist()
+        of_producer = producers(first, end, plan.order.num_lanes, self.num_producers)
+        own: Ints = np.flatnonzero(of_producer == self.producer) + first
         return own
 
     def _delivered_here(self, plan: UnitPlan) -> Callable[[int], Ints]:
-        """Megabatch -> the positions of which this rank delivers segments, where all lengths are known."""
+        """Packing window -> positions of which this rank delivers segments, where all lengths are known."""
         sequence, dealt = plan.sequence, plan.batch_plan
         last = dealt.items(max(0, dealt.num_batches - 1), dealt.num_batches)[0]
 
-        def own(megabatch: int) -> Ints:
-            units, begin = sequence.units(megabatch), int(sequence.first_unit[megabatch])
+        def own(packing_window: int) -> Ints:
+            units, begin = sequence.units(packing_window), int(sequence.first_unit[packing_window])
             items = dealt.rank_items(begin, begin + len(units))
             numbers = np.arange(len(units)) if items is None else items - begin
             filled_up = last[(last >= begin) & (last < begin + len(units))] - begin
@@ -121,7 +122,7 @@ class MeasuringPlan(StreamPlan):
             mine[np.concatenate((numbers, filled_up))] = True
             rows = np.repeat(mine, np.diff(units.first))
             positions: Ints = np.unique(units.segments.position[rows])
-            positions += sequence.bounds[megabatch]
+            positions += sequence.bounds[packing_window]
             return positions
 
         return own
@@ -193,7 +194,7 @@ class MeasuringStage:
         assert isinstance(outer, UnitPlan)
         self._outer, self._order = outer, outer.order
         self._share = self.plan.epoch(epoch, start)
-        self._units, self._lengths = MeasuredUnits(outer.sequence, outer.megabatch), outer.sequence.sizes
+        self._units, self._lengths = MeasuredUnits(outer.sequence, outer.packing_window), outer.sequence.sizes
         self._number = 0
         """Batch of the epoch's plan that comes next."""
         self._num_dealt = 0
@@ -203,13 +204,13 @@ class MeasuringStage:
         self._failure: Exception | None = None
         """Why this rank cannot make its share."""
         self._made: list[MeasuredSamples] = []
-        """Samples of megabatches that are not whole yet."""
+        """Samples of packing windows that are not whole yet."""
         self._undealt = NO_SAMPLES
         """Made here, and of batches that are not complete yet."""
         self._dealt = NO_SAMPLES
         """Samples of batches to be delivered here."""
         self._left_out: list[tuple[int, SampleError]] = []
-        """Megabatch and error of samples that were left out, until they are counted."""
+        """Packing window and error of samples that were left out, until they are counted."""
         self._remarks: list[SampleWarning] = []
         self._lacks: set[int] = set()
         """Positions of samples that batches lack, which were counted."""
@@ -265,30 +266,30 @@ class MeasuringStage:
         return errors
 
     def _passed(self) -> tuple[SampleError, ...]:
-        """Return errors of the megabatches that are done: a state that lies in one measures it again."""
+        """Return errors of the packing windows that are done: a state that lies in one measures it again."""
         if self._lengths is not None:
             return ()  # the batches that lack it tell
         done = self._outer.sequence.at(self._outer.position_after(self._number))[0]
-        errors = tuple(error for megabatch, error in self._left_out if megabatch < done)
+        errors = tuple(error for packing_window, error in self._left_out if packing_window < done)
         self._left_out = [one for one in self._left_out if one[0] >= done]
         return errors
 
     # ---- measuring ----------------------------------------------------------------------------------
 
     def _measure_until(self, num_units: int) -> None:
-        """Find megabatches until there are so many units, or no more.
+        """Find packing windows until there are so many units, or no more.
 
         Ranks must do that before batches of the same number: they meet in it. So it depends on what this
         session has measured alone, not on what else is known of the epoch.
         """
         while not self._units.is_all and self._units.num_units < num_units:
-            self._measure_megabatch()
+            self._measure_packing_window()
 
     def _measure_some(self, num_batches: int) -> None:
-        """Take a part of the next megabatch's samples: evenly over the batches until it must be whole."""
+        """Take part of the next packing window's samples, evenly over the batches until it must be whole."""
         if self._units.is_all or self._failure is not None:
             return
-        missing = int(self._share.first_item[self._units.next_megabatch + 1]) - self._num_made
+        missing = int(self._share.first_item[self._units.next_packing_window + 1]) - self._num_made
         try:
             self._make(self._num_made + -(-missing // max(1, num_batches)))
         except EngineClosedError:
@@ -320,7 +321,7 @@ class MeasuringStage:
             is_too_much = self._held_bytes + (nbytes := samples.nbytes) > self._ledger.limit_bytes
             if is_too_much and self._lengths is None and not self._plan.measures_ahead:
                 _log.warning(
-                    "samples that wait for their megabatch to be planned take more than memory_limit: each "
+                    "samples that wait for their packing window's plan take more than memory_limit: each "
                     "is made to be measured now, and again with its row; give the transform a measure, or "
                     "batching= lengths= or a smaller window="
                 )
@@ -329,8 +330,8 @@ class MeasuringStage:
             self._hold(nbytes)
 
     def _leave_out(self, position: int, error: SampleError) -> None:
-        megabatch = int(np.searchsorted(self._outer.sequence.bounds, position, side="right")) - 1
-        self._left_out.append((megabatch, error))
+        packing_window = int(np.searchsorted(self._outer.sequence.bounds, position, side="right")) - 1
+        self._left_out.append((packing_window, error))
 
     def _fitting(self, samples: MeasuredSamples) -> MeasuredSamples:
         """Return the samples that fit the batching; the others are left out, if that is allowed."""
@@ -377,15 +378,15 @@ class MeasuringStage:
         own = np.array([sample - int(ends[number]) + len(dataset)])
         return error_of_sample(dataset, own, reason, stage="transform")
 
-    def _measure_megabatch(self) -> None:
-        """Have the next megabatch whole, plan it, and deal out what is complete."""
-        megabatch = self._units.next_megabatch
-        first, end = self._outer.sequence.bounds[megabatch : megabatch + 2].tolist()
+    def _measure_packing_window(self) -> None:
+        """Have the next packing window whole, plan it, and deal out what is complete."""
+        packing_window = self._units.next_packing_window
+        first, end = self._outer.sequence.bounds[packing_window : packing_window + 2].tolist()
         own = NO_SAMPLES
         try:
             if self._failure is not None:
                 raise self._failure
-            self._make(int(self._share.first_item[megabatch + 1]))
+            self._make(int(self._share.first_item[packing_window + 1]))
             samples = MeasuredSamples.joined(self._made)
             num_own = int(np.searchsorted(samples.positions, end))
             own, rest = samples.take(np.arange(num_own)), samples.take(np.arange(num_own, len(samples)))
@@ -411,13 +412,13 @@ class MeasuringStage:
         self._deal(own)
 
     def _exchanged(self, exchange: LengthExchange, own: Ints | Exception, first: int, end: int) -> Ints:
-        """The lengths of a megabatch, of which each rank has measured some; so it is with costs."""
-        of_maker = makers(first, end, self._order.num_lanes, exchange.num_makers)
-        mine = own if isinstance(own, Exception) else own[of_maker == exchange.maker]
+        """The lengths of a packing window, of which each rank has measured some; so it is with costs."""
+        of_producer = producers(first, end, self._order.num_lanes, exchange.num_producers)
+        mine = own if isinstance(own, Exception) else own[of_producer == exchange.producer]
         parts = exchange.lengths(mine)
         lengths = np.empty((end - first, *parts[0].shape[1:]), np.int64)
-        for maker, measured in enumerate(parts):
-            lengths[of_maker == maker] = measured
+        for producer, measured in enumerate(parts):
+            lengths[of_producer == producer] = measured
         return lengths
 
     def _checked(self, made: Ints, first: int, end: int) -> Ints:
@@ -478,7 +479,7 @@ class MeasuringStage:
 
 
 class LengthsStage(MeasuringStage):
-    """Plans megabatches by what transforms tell of their samples, and hands out the rows that follow from it.
+    """Plans packing windows by what transforms tell of their samples, and hands out the rows that follow.
 
     What its session makes are lengths alone. The rows are built by another one, which follows the plan as far
     as it is known (`PlanInParts`).

@@ -4,7 +4,7 @@ They follow from the memory limit, the size of a batch and whether shards are lo
 session. What moves while it runs starts here, and is moved by `prefetch.control`: the batches held ready
 (`depth`) and the bytes in flight.
 
-Windows (`sharding.plan.window_size`) and megabatches bound the read-ahead, too, but they are part of the
+Windows (`sharding.plan.window_size`) and packing windows bound the read-ahead, too, but they are part of the
 order, and ranks of unlike machines must agree on it: they follow from the limit as the user gave it, never
 from the machine.
 """
@@ -36,7 +36,7 @@ _BUILDER_CHUNKS_IN_LIMIT = 20
 """Chunks of each builder that fit the memory limit: it has two, finished ones wait behind one that takes
 longer, and what a transform makes of them may be larger than what is stored."""
 _FOUND_CHUNK_SAMPLES = 256
-"""Samples that a thread makes at a time where lengths are measured: all share an awaited megabatch."""
+"""Samples that a thread makes at a time where lengths are measured: all share an awaited packing window."""
 _CHARGE_BYTES = 1 << 20
 _CHARGES_IN_LIMIT = 256
 """Parts of the memory limit in which what the user's functions made is charged, or batch by batch."""
@@ -97,7 +97,7 @@ def choose_read_ahead(
     batch_samples: int = 1,
     in_consumer: bool = False,
     machine_bytes: int = 0,
-    num_makers: int = 0,
+    num_producers: int = 0,
 ) -> ReadAhead:
     """The numbers of a session that may hold `memory_limit` bytes.
 
@@ -113,7 +113,7 @@ def choose_read_ahead(
         batch_samples: of one batch.
         in_consumer: whether each batch is built when it is asked for.
         machine_bytes: this rank's share of the machine's memory.
-        num_makers: builders that make samples whose lengths are to be measured.
+        num_producers: builders that make samples whose lengths are to be measured.
         depth: the user's; None: four batches over local shards, else what waits and lead times ask for.
     """
     chunk = max(1, min(MAX_CHUNK_BATCHES, min(CHUNK_BYTES, memory_limit // _CHUNKS_IN_LIMIT) // batch_bytes))
@@ -126,7 +126,7 @@ def choose_read_ahead(
         chunk = 1
     elif num_processes:
         chunk = min(chunk, -(-_PROCESS_CHUNK_SAMPLES // batch_samples))
-    elif num_makers:
+    elif num_producers:
         chunk = max(1, min(chunk, _FOUND_CHUNK_SAMPLES // batch_samples))
     job = min(chunk, max(1, min(_JOB_BYTES, memory_limit // _JOBS_IN_LIMIT) // batch_bytes))
     job_bytes = job * batch_bytes
@@ -145,7 +145,7 @@ def choose_read_ahead(
         batches_per_job=job,
         job_bytes=job_bytes,
         jobs_ready=jobs_ready,
-        depth=_at_least(depth, chunks_ahead(max(num_builders, num_makers)) * chunk),
+        depth=_at_least(depth, chunks_ahead(max(num_builders, num_producers)) * chunk),
         output_bytes=max(chunk_bytes, min(3 * chunk_bytes, memory_limit // 4)),
         mapped_bytes=max(memory_limit, machine_bytes) // 4 // num_sources,
         charge_bytes=min(_CHARGE_BYTES, memory_limit // _CHARGES_IN_LIMIT),

@@ -20,8 +20,8 @@ from dataflow.batch.at_work import sample_at
 from dataflow.batch.builder import BuildContext
 from dataflow.batch.delivered import Delivered
 from dataflow.planning.settings import StreamSettings
+from dataflow.staging.block_source import BlockSource, Traffic
 from dataflow.staging.rows import open_rows
-from dataflow.staging.source import Source, Traffic
 from dataflow.staging.stager import Stager
 from dataflow.stream.cache import OpenCaches
 from dataflow.stream.decisions import (
@@ -43,7 +43,7 @@ from prefetch.control.depth import Decision
 from prefetch.control.gate import ReadGate
 from prefetch.control.inflight import Inflight
 from prefetch.control.pause import ReadPause
-from prefetch.core.executor import executor
+from prefetch.core.kernels import kernels
 from prefetch.counts import ReadStats
 from prefetch.engine.builders import Builders, ThreadBuilders
 from prefetch.engine.engine import Engine
@@ -150,7 +150,7 @@ class Resources:
     def _copies(self, decided: SessionPlan, options: EngineOptions) -> Copies:
         """Copies by threads that never take the interpreter lock."""
         ahead = decided.ahead
-        queue = executor().open_queue(decided.builders.num_workers, wake_at=ahead.jobs_ready // 2)
+        queue = kernels().open_queue(decided.builders.num_workers, wake_at=ahead.jobs_ready // 2)
         self.sources.guards.drain_loads = queue.drain
         return Copies(
             queue,
@@ -212,7 +212,7 @@ class OpenSources:
             now=now,
         )
 
-    def _shared(self, source: Source, decided: SessionPlan, number: int, join: int) -> Source:
+    def _shared(self, source: BlockSource, decided: SessionPlan, number: int, join: int) -> BlockSource:
         """A source, or the `join`-th that is joined to it, with what all share."""
         matches = [
             match.shared(
@@ -226,7 +226,7 @@ class OpenSources:
         )
 
     @property
-    def every(self) -> list[Source]:
+    def every(self) -> list[BlockSource]:
         """All sources, and those joined to them."""
         return [one for source in self.opened for one in (source, *(p.source for p in source.matches))]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import get_worker_info
 
-from dataflow.progress.observer import HEADSPACE, LoaderObserver, ObserverGroup, Role
+from dataflow.progress.observer import DATA_STALL, LoaderObserver, ObserverGroup, Role
 from dataflow.shard_order import Sharded
 from dataflow.telemetry.status import OFF
 from dataflow.telemetry.timing import VARIABLE
@@ -45,7 +45,7 @@ def observe(loader: Any, owner: Any, name: str | None, role: Role | None) -> Loa
             observers.append(status)
         except Exception:  # as of a dataset whose attributes raise: no training ends for want of a name
             _log.warning("`dataflow top` and metrics do not see a loader", exc_info=True)
-    if (folder := os.environ.get(VARIABLE)) and not os.environ.get(HEADSPACE):
+    if (folder := os.environ.get(VARIABLE)) and not os.environ.get(DATA_STALL):
         from dataflow.telemetry.timing.loops import LoopRecorder
         from dataflow.telemetry.timing.records import IN_SCHEDULES
 

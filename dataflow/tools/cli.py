@@ -15,11 +15,11 @@ import click
 from dataflow.tools.bench.commands import bench
 from dataflow.tools.convert.command import convert
 from dataflow.tools.doctor.command import doctor
+from dataflow.tools.estimate.settings import PlanSettings
 from dataflow.tools.explain.command import explain
 from dataflow.tools.explain.found import find
 from dataflow.tools.explain.verified import verify
 from dataflow.tools.inspect.settings import InspectSettings
-from dataflow.tools.plan.settings import PlanSettings
 from dataflow.tools.terminal.options import (
     COUNT,
     SIZE,
@@ -249,7 +249,7 @@ def plan(settings: PlanSettings, files: ReportFiles) -> None:
 
     An alpha-beta model: each message costs a latency and its bytes over the bandwidth of the fullest link on
     its way; data that the ranks read flows into the same network cards. Measure --microbatch-ms on one rank,
-    and the network with: torchrun ... -m dataflow.tools.plan.measure --output link.json
+    and the network with: torchrun ... -m dataflow.tools.estimate.measure --output link.json
 
     \b
     Examples:
@@ -259,7 +259,7 @@ def plan(settings: PlanSettings, files: ReportFiles) -> None:
       dataflow plan --nodes 16 --parameters 7B --gradient-bits 16 --microbatch-ms 900 \\
           --samples 2M --node-hour 30 --watts 6500
     """  # noqa: D301 - click wants the control character
-    from dataflow.tools.plan.plan import make_plan, page_of
+    from dataflow.tools.estimate.plan import make_plan, page_of
     from dataflow.tools.terminal.report import publish
 
     publish(page_of(settings, make_plan(settings)), files)

@@ -26,7 +26,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.core.executor import executor
+from prefetch.core.kernels import kernels
 from prefetch.core.pages import RangeFlag, has_pages, memory_calls
 from prefetch.memory.guards import FileGuard, FileGuards
 from prefetch.memory.open_files import OpenFile
@@ -52,7 +52,7 @@ _FAILED = ctypes.c_void_p(-1).value
 @cache
 def can_map(url: str) -> bool:
     """Return whether shards like this one can be mapped and copied from safely."""
-    return is_local(url) and executor().copies_by_kernel
+    return is_local(url) and kernels().copies_by_kernel
 
 
 def touch_pages(memory: NDArray[np.uint8]) -> None:
@@ -244,12 +244,12 @@ class Mappings:
         entries: NDArray[np.int64],
     ) -> None:
         """Check files and bring in pages. Raises for the first that fails."""
-        status = executor().bring(entries)
+        status = kernels().bring(entries)
         for number in np.flatnonzero(status).tolist():
             if status[number] == -1:  # a version may be none that is compared so quickly
                 mapped[number].check()
                 entries[number, -1] &= ~RangeFlag.CHECK
-                status[number] = executor().bring(entries[number : number + 1])[0]
+                status[number] = kernels().bring(entries[number : number + 1])[0]
             if status[number]:
                 raise mapped[number].failure(int(status[number]), ranges[number][1])
 

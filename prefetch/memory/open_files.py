@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.core.executor import executor
+from prefetch.core.kernels import kernels
 
 MOST_OPEN = 128
 """Files that a reader has open at a time."""
@@ -69,7 +69,7 @@ class OpenFiles:
         descriptors = np.array([self._opened(file) for file in files], np.int64)
         starts = np.cumsum(lengths) - lengths + out.__array_interface__["data"][0]
         parts = np.stack([descriptors[numbers], offsets, lengths, starts], axis=1)
-        whole = executor().read(parts)
+        whole = kernels().read(parts)
         if whole < len(parts):
             raise StaleFileError(
                 f"{files[int(numbers[whole])]} ends before byte {offsets[whole] + lengths[whole]}"

@@ -1,4 +1,4 @@
-"""Define length-aware batches: three frozen values of the user's, each of which cuts a megabatch.
+"""Define length-aware batches: three frozen values of the user's, each of which cuts a packing window.
 
 `Packed` fills rows of a fixed length with several documents each, `TokenBudget` makes batches of like
 padded size, `Bucketed` batches of a fixed number of samples of like length. See docs/guide/batching.md.
@@ -16,13 +16,13 @@ from numpy.typing import ArrayLike, NDArray
 
 if TYPE_CHECKING:
     from sharding.lengths.cutting import Overlong
-    from sharding.lengths.units import Units
+    from sharding.lengths.units import PackingWindow
 
 
 _ROWS = 256
-"""Rows of a megabatch of which one is half full on average: 0.998 of them holds elements."""
+"""Rows of a packing window of which one is half full on average: 0.998 of them holds elements."""
 _GROUPS = 16
-"""Groups of balanced rows in a megabatch: some of the rows at its two ends are in none."""
+"""Groups of balanced rows in a packing window: some of the rows at its two ends are in none."""
 Lengths = str | ArrayLike | Callable[[Any], ArrayLike] | Mapping[str, Any]
 """The lengths of samples: a column (its values if they are integers, else their lengths), an array with one
 entry a sample in file order, or a function of the catalog that gives one. Of a mixture, a column or a
@@ -58,9 +58,9 @@ class BatchedColumns:
     """Names the lengths of samples that a transform makes, so that they are kept for later runs: change it
     when the transform changes. A transform with a `fingerprint` needs none."""
     window: int | None = None
-    """Samples of a megabatch: consecutive ones of the epoch's order that are planned together, and whose
+    """Samples of a packing window: consecutive ones of the epoch's order that are planned together, and whose
     blocks are held in memory. None: 16,384, less where samples are large for the memory limit, or where
-    lengths are measured, which is done again for all of them where a run goes on inside a megabatch."""
+    lengths are measured, which is done again for all of them where a run goes on inside a packing window."""
     balance: str | Costs | None = None
     """The cost of a row or batch, so that ranks take those of like cost in the same step: a column, whose
     lengths count (of integers, they are the costs), or a function from the lengths of segments, by column, to
@@ -115,8 +115,8 @@ class BatchedColumns:
         balanced = self.whole if callable(self.balance) else [self.balance] if self.balance else []
         return tuple(dict.fromkeys(n for n in (*self.most_costs, *balanced) if n not in self.columns))
 
-    def planned(self, sizes: NDArray[np.integer], key: int | None, before: int) -> Units:
-        """The units of one megabatch, balanced and within a budget, else as `cut`; `before` are as many.
+    def planned(self, sizes: NDArray[np.integer], key: int | None, before: int) -> PackingWindow:
+        """The units of one packing window, balanced and within a budget, else as `cut`; `before` are as many.
 
         `sizes`: of each sample its length, [n]; with `cost_columns`, [n, 1 + costs].
         """
@@ -135,7 +135,7 @@ class BatchedColumns:
 
     @property
     def sizes_multiple(self) -> int:
-        """All megabatches but the last have a multiple of this many samples."""
+        """All packing windows but the last have a multiple of this many samples."""
         return 1
 
     @property
@@ -159,7 +159,7 @@ class BatchedColumns:
         return replace(self, window=self.window or window)
 
     def least_samples(self, lengths: NDArray[np.integer]) -> int:
-        """Samples of these lengths that a megabatch needs to leave little unfilled; 1: any number will do."""
+        """Samples of these lengths that a packing window needs to be filled well; 1: any number will do."""
         return 1
 
     def delivered(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
@@ -170,8 +170,8 @@ class BatchedColumns:
         """Return how many segments samples of these lengths become, whichever units they are in, [n]."""
         return np.ones_like(lengths)
 
-    def cut(self, lengths: NDArray[np.integer], key: int | None) -> Units:
-        """The units of one megabatch.
+    def cut(self, lengths: NDArray[np.integer], key: int | None) -> PackingWindow:
+        """The units of one packing window.
 
         Args:
             lengths: [n], elements of each sample.
@@ -211,7 +211,8 @@ class Packed(BatchedColumns):
             or one of these a source, as a list or by dataset.
         lengths_key: names the lengths of samples that a transform makes, so that later runs know them: change
             it when the transform changes. A transform with a `fingerprint` needs none.
-        window: samples of a megabatch: consecutive ones that are planned together, and whose blocks are in
+        window: samples of a packing window: consecutive ones that are planned together, and whose blocks are
+        in
             memory. None: 16,384, less where samples are large for the memory limit, or where lengths are
             measured.
         balance: a column of costs, or a function of lengths: rows of like cost come in the same step on all
@@ -274,7 +275,7 @@ class Packed(BatchedColumns):
         segments: NDArray[np.integer] = -(-self.delivered(lengths).astype(np.int64) // self.length)
         return segments
 
-    def cut(self, lengths: NDArray[np.integer], key: int | None) -> Units:
+    def cut(self, lengths: NDArray[np.integer], key: int | None) -> PackingWindow:
         """See `cutting.pack`."""
         from sharding.lengths.cutting import pack
 
@@ -345,7 +346,7 @@ class TokenBudget(BatchedColumns):
         longest: NDArray[np.integer] = np.minimum(lengths, self.longest)
         return longest
 
-    def cut(self, lengths: NDArray[np.integer], key: int | None) -> Units:
+    def cut(self, lengths: NDArray[np.integer], key: int | None) -> PackingWindow:
         """See `cutting.budget`."""
         from sharding.lengths.cutting import budget
 
@@ -354,13 +355,13 @@ class TokenBudget(BatchedColumns):
 
 @dataclass(frozen=True)
 class Bucketed(BatchedColumns):
-    """Batches of `batch_size` samples of one bucket of lengths, or of what a megabatch leaves of several.
+    """Batches of `batch_size` samples of one bucket of lengths, or of what a packing window leaves of some.
 
     Args:
         batch_size: samples of a batch, and of one rank.
         column: the column whose lengths count. "": the first of `columns`, or "tokens".
         boundaries: greatest length of each bucket but the last, ascending; or a number of buckets, which then
-            get about the same number of elements of each megabatch.
+            get about the same number of elements of each packing window.
         multiple: padded lengths are rounded up to a multiple of this; 8 suits tensor cores.
         columns: the columns that are padded alike: lists, in each sample as long as that of `column`.
         whole: columns of lists that come whole; see `Packed`.
@@ -402,11 +403,11 @@ class Bucketed(BatchedColumns):
 
     @property
     def sizes_multiple(self) -> int:
-        """Whole batches, so that only the last megabatch has a short one."""
+        """Whole batches, so that only the last packing window has a short one."""
         return self.batch_size
 
-    def cut(self, lengths: NDArray[np.integer], key: int | None) -> Units:
-        """See `cutting.bucket`; a number of buckets is resolved by the lengths of the megabatch."""
+    def cut(self, lengths: NDArray[np.integer], key: int | None) -> PackingWindow:
+        """See `cutting.bucket`; a number of buckets is resolved by the lengths of the packing window."""
         from sharding.lengths.cutting import bucket, equal_share_boundaries
 
         bounds = self.boundaries

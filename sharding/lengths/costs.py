@@ -1,7 +1,7 @@
 """Costs of samples beside their lengths (patches of pictures, say): budgets of rows, and an order for ranks.
 
-Both are functions of a megabatch's plan and of the units before it: any number of ranks deals out the same
-sequence, and it resumes everywhere. Whole numbers alone are costs, so all machines agree. The core finds
+Both are functions of a packing window's plan and of the units before it: any number of ranks deals out the
+same sequence, and it resumes everywhere. Whole numbers alone are costs, so all machines agree. The core finds
 these functions by their names, where a batching has `balance=` or `budget=`.
 """
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from sharding.errors import DataflowError
 from sharding.lengths.batching import Batching, Packed
 from sharding.lengths.cutting import pack
-from sharding.lengths.units import Segments, Units, lengths_in
+from sharding.lengths.units import PackingWindow, Segments, lengths_in
 from sharding.order.windows import ranges
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ _FEW = 8
 _PROBE = np.arange(64, dtype=np.int64) ** 2
 
 
-def planned(batching: Batching, sizes: NDArray[np.integer], key: int | None, before: int) -> Units:
-    """The units of one megabatch, none above the budget, those of like cost together if they are balanced.
+def planned(batching: Batching, sizes: NDArray[np.integer], key: int | None, before: int) -> PackingWindow:
+    """Units of one packing window, none above the budget, those of like cost together if they are balanced.
 
     Args:
         batching: the rule, with `balance` or `budget`.
@@ -62,7 +62,7 @@ def planned(batching: Batching, sizes: NDArray[np.integer], key: int | None, bef
     counts = np.diff(units.first)[order]
     segments = units.segments.take(ranges(units.first[:-1][order], counts))
     first = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
-    return Units(segments, first, units.stats, of_unit[order])
+    return PackingWindow(segments, first, units.stats, of_unit[order])
 
 
 def _costs(batching: Batching, lengths: Mapping[str, NDArray[np.int64]]) -> NDArray[np.integer]:
@@ -103,7 +103,7 @@ def within_budget(
     Those that are moved go by best fit, the largest first: a search through all rows for each.
 
     Args:
-        segments: of the megabatch.
+        segments: of the packing window.
         row: [e], of each segment.
         num_rows: of them all.
         costs: [n, k], of each sample.

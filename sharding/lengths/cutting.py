@@ -1,4 +1,4 @@
-"""Cut a megabatch into units: packed rows, or batches of samples of like length.
+"""Cut a packing window into units: packed rows, or batches of samples of like length.
 
 *Packed rows* take segments of documents by best-fit decreasing (Johnson et al. 1974; at most 11/9 of the
 optimal number of rows, plus one): longest first, each into the fullest row that still has room. What it does
@@ -7,13 +7,13 @@ two histograms: a step takes all rows of one room at once, fills each with as ma
 fit (after one, the same row is the fullest again), and moves them to the room that is left. The result is
 exactly best-fit decreasing; the steps number a few for each distinct length, not one for each segment. The
 smallest sufficient room is found by a bit trick on an integer with one bit a room. Actual segments take their
-positions afterwards, in bulk, equal lengths in the order of their positions. A megabatch with more than 8,192
-distinct lengths has long documents: there they are rounded up to that many classes while packing, which
+positions afterwards, in bulk, equal lengths in the order of their positions. A packing window with more than
+8,192 distinct lengths has long documents: there they are rounded up to that many classes while packing, which
 bounds the steps and costs 1/16,384 of a row a segment on average.
 
 *Batches of like length*, by buckets of length or by a budget of elements with padding, come from sorting the
 samples by length and cutting; then they are put in a seeded permutation, so that lengths do not drift within
-a megabatch, and every one holds all lengths. Samples of one bucket, and of one length, keep the order of
+a packing window, and every one holds all lengths. Samples of one bucket, and of one length, keep the order of
 their positions, which the shuffle has mixed. In file order there is no key: units follow their first samples,
 and samples of a unit one another.
 """
@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sharding.errors import DataflowError
-from sharding.lengths.units import LengthStats, Segments, Units, stable_order
+from sharding.lengths.units import LengthStats, PackingWindow, Segments, stable_order
 from sharding.order.permutations import seeded_permutation
 from sharding.order.windows import ranges
 
@@ -44,8 +44,8 @@ Move = Callable[[Segments, NDArray[np.int64], int], tuple[NDArray[np.int64], int
 
 def pack(
     lengths: NDArray[np.integer], length: int, overlong: Overlong, key: int | None, move: Move | None = None
-) -> Units:
-    """Pack the samples of a megabatch into rows. The last row to be begun is half full, on average.
+) -> PackingWindow:
+    """Pack the samples of a packing window into rows. The last row to be begun is half full, on average.
 
     Args:
         lengths: [n], elements of each sample, >= 0.
@@ -72,7 +72,7 @@ def pack(
         tokens=int(segments.length.sum()),
         capacity=num_rows * length,
     )
-    return Units(segments.take(stable_order(row)), first, LengthStats.total([cut, packed]))
+    return PackingWindow(segments.take(stable_order(row)), first, LengthStats.total([cut, packed]))
 
 
 def _by_first_segment(row: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -216,11 +216,12 @@ def bucket(
     boundaries: NDArray[np.int64],
     multiple: int,
     key: int | None,
-) -> Units:
+) -> PackingWindow:
     """Batches of `batch_size` samples of one bucket.
 
     What is left over of each bucket, fewer than `batch_size` samples, is put together with that of its
-    neighbours, so that a megabatch of n samples has `ceil(n / batch_size)` batches and at most one is short.
+    neighbours, so that a packing window of n samples has `ceil(n / batch_size)` batches and at most one is
+    short.
 
     Args:
         lengths: [n].
@@ -248,7 +249,7 @@ def budget(
     multiple: int,
     truncate: bool,
     key: int | None,
-) -> Units:
+) -> PackingWindow:
     """Batches of as many samples as keep samples x padded length within `max_tokens`.
 
     Args:
@@ -304,7 +305,7 @@ def _units(
     multiple: int,
     key: int | None,
     num_ordered: int,
-) -> Units:
+) -> PackingWindow:
     """The batches `order[first[u] : first[u + 1]]`: the first `num_ordered` in their order, then the rest."""
     counts = np.diff(first)
     if key is None:
@@ -325,4 +326,4 @@ def _units(
         truncated=int(np.count_nonzero(cut)),
         truncated_tokens=int((sizes - elements)[cut].sum()),
     )
-    return Units(segments, np.concatenate(([0], np.cumsum(counts[units]))).astype(np.int64), stats)
+    return PackingWindow(segments, np.concatenate(([0], np.cumsum(counts[units]))).astype(np.int64), stats)

@@ -1,20 +1,20 @@
 """Plans over units: which rank delivers which packed rows, or which batches by length.
 
-The units of all megabatches (packed rows, or whole batches) follow one another in one sequence, which depends
-on (seed, epoch, order, lengths, batching) and on nothing else: all ranks compute the same, in any world. In
-file order, the units of a megabatch follow their first samples. A batch is one unit, or as many rows as the
-loader's batch size. Units are dealt to ranks by the arithmetic that deals out samples, `BatchPlan`: the same
-number of batches for every rank, its tail rules for what is left over, and one number, the units done,
-resumes the epoch in any world.
+The units of all packing windows (packed rows, or whole batches) follow one another in one sequence, which
+depends on (seed, epoch, order, lengths, batching) and on nothing else: all ranks compute the same, in any
+world. In file order, the units of a packing window follow their first samples. A batch is one unit, or as
+many rows as the loader's batch size. Units are dealt to ranks by the arithmetic that deals out samples,
+`BatchPlan`: the same number of batches for every rank, its tail rules for what is left over, and one number,
+the units done, resumes the epoch in any world.
 
-A megabatch is planned from the lengths of its own samples. Where all lengths are known, each is planned once
-to know how many units there are (a pass of a few million samples a second, on first use), and once more when
-its batches are delivered. Where samples must be made to be measured (text is tokenised, say), each is planned
-when its samples were; how many units there are shows at the end of the epoch.
+A packing window is planned from the lengths of its own samples. Where all lengths are known, each is planned
+once to know how many units there are (a pass of a few million samples a second, on first use), and once more
+when its batches are delivered. Where samples must be made to be measured (text is tokenised, say), each is
+planned when its samples were; how many units there are shows at the end of the epoch.
 
-A position in an epoch is a number of units, and the megabatch it lies in with the units before that: whoever
-goes on there plans this megabatch again, and none before it. What fills up the last batch of an epoch are
-that batch's own units, as the epoch's first ones may not be known.
+A position in an epoch is a number of units, and the packing window it lies in with the units before that:
+whoever goes on there plans this packing window again, and none before it. What fills up the last batch of an
+epoch are that batch's own units, as the epoch's first ones may not be known.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from sharding.cached_property import cached_property
 from sharding.lengths.batching import MAX_OVER_MEAN, Batching, Bucketed, Packed
 from sharding.lengths.units import (
     BEGIN,
-    DEFAULT_MEGABATCH_SAMPLES,
+    DEFAULT_PACKING_WINDOW_SAMPLES,
     BatchSegments,
     LengthStats,
-    MegabatchStart,
+    PackingWindow,
+    PackingWindowStart,
     Segments,
-    Units,
     joined,
     lengths_in,
-    megabatch_bounds,
+    packing_window_bounds,
     units_key,
 )
 from sharding.order.epoch_order import EpochOrder, Windows
@@ -57,11 +57,11 @@ LEFT_OUT = -1
 UNKNOWN = 1 << 62
 """Batches of an epoch of which nobody knows yet how many it has."""
 _FEW = 4
-"""An epoch with fewer megabatches than this of `Batching.least_samples` has as many samples in the first
+"""An epoch with fewer packing windows than this of `Batching.least_samples` has as many samples in the first
 one."""
 _KEPT_EPOCHS = 3
 """The loader and its stream, which is an epoch ahead at times, ask for the same ones."""
-_KEPT_MEGABATCHES = 4
+_KEPT_PACKING_WINDOWS = 4
 _KEPT_COUNTS = 1024
 """16 KiB each, if no sample is cut into more than 255 segments."""
 Counts = NDArray[np.unsignedinteger[Any]] | NDArray[np.bool_]
@@ -87,9 +87,9 @@ class UnitSequence:
     Args:
         batching: with its `window`, or the default one.
         num_samples: positions of the epoch.
-        key_of: megabatch -> the key of its units' order, or None: see `units_key`.
-        least: samples of the first megabatch, at least.
-        begin: the megabatch from which on units are known; `ValueError` where none begins there.
+        key_of: packing window -> the key of its units' order, or None: see `units_key`.
+        least: samples of the first packing window, at least.
+        begin: the packing window from which on units are known; `ValueError` where none begins there.
         lengths: [num_samples] by position, where all are measured already: what `epoch_lengths` gives. With
             costs, [num_samples, 1 + costs], where the batching has `cost_columns`, here as everywhere.
             `ValueError` for negative ones.
@@ -102,19 +102,19 @@ class UnitSequence:
         key_of: Callable[[int], int | None],
         *,
         least: int = 1,
-        begin: MegabatchStart = BEGIN,
+        begin: PackingWindowStart = BEGIN,
         lengths: NDArray[np.integer] | None = None,
     ) -> None:
-        size = batching.window or DEFAULT_MEGABATCH_SAMPLES
+        size = batching.window or DEFAULT_PACKING_WINDOW_SAMPLES
         self.batching, self.sizes, self._key_of = batching, lengths, key_of
-        self.bounds = megabatch_bounds(num_samples, size, batching.sizes_multiple, least)
-        """First position of every megabatch, and the number of samples, int64 [megabatches + 1]."""
+        self.bounds = packing_window_bounds(num_samples, size, batching.sizes_multiple, least)
+        """First position of every packing window, and the number of samples, int64 [packing windows + 1]."""
         self.begin = begin.unit
         """The first unit that is known."""
         first = int(np.searchsorted(self.bounds, begin.position))
-        if first > self.num_megabatches or self.bounds[first] != begin.position:
-            raise ValueError(f"no megabatch of the epoch begins with sample {begin.position}")
-        # Replaced, never changed: two threads may measure the same megabatch at the same time, no more.
+        if first > self.num_packing_windows or self.bounds[first] != begin.position:
+            raise ValueError(f"no packing window of the epoch begins with sample {begin.position}")
+        # Replaced, never changed: two threads may measure the same packing window at the same time, no more.
         self._known = np.full(first + 1, begin.unit, np.int64), LengthStats(), 0
         self._unit_costs: dict[int, NDArray[np.int64]] = {}
         self._added: NDArray[np.int64] | None = None
@@ -122,8 +122,8 @@ class UnitSequence:
         if lengths is not None:
             if len(lengths) and int(lengths.min()) < 0:
                 raise ValueError(f"a sample cannot have {int(lengths.min())} elements; lengths must be >= 0")
-            for megabatch in range(first, self.num_megabatches):
-                self._extend(self._units(megabatch), num_samples)
+            for packing_window in range(first, self.num_packing_windows):
+                self._extend(self._units(packing_window), num_samples)
 
     @property
     def lengths(self) -> NDArray[np.integer] | None:
@@ -131,27 +131,28 @@ class UnitSequence:
         return None if self.sizes is None else lengths_in(self.sizes)
 
     @property
-    def num_megabatches(self) -> int:
-        """Return the number of megabatches of the whole epoch."""
+    def num_packing_windows(self) -> int:
+        """Return the number of packing windows of the whole epoch."""
         return len(self.bounds) - 1
 
     @property
     def first_unit(self) -> NDArray[np.int64]:
-        """Number of the first unit of each megabatch that is known, and of the one to be measured next.
+        """Number of the first unit of each packing window that is known, and of the one to be measured next.
 
-        At the end of the epoch, int64 [megabatches + 1]. Before the first megabatch that is known, `begin`.
+        At the end of the epoch, int64 [packing windows + 1]. Before the first packing window that is known,
+        `begin`.
         """
         return self._known[0]
 
     @property
     def num_units(self) -> int:
-        """Packed rows, or batches, of the megabatches that are known, and before."""
+        """Packed rows, or batches, of the packing windows that are known, and before."""
         return int(self.first_unit[-1])
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all megabatches are known."""
-        return len(self.first_unit) > self.num_megabatches
+        """Return whether all packing windows are known."""
+        return len(self.first_unit) > self.num_packing_windows
 
     @property
     def num_short(self) -> int:
@@ -160,53 +161,53 @@ class UnitSequence:
 
     @property
     def stats(self) -> LengthStats:
-        """Padding, truncation and more, of the megabatches that are known."""
+        """Padding, truncation and more, of the packing windows that are known."""
         return self._known[1]
 
     def at(self, unit: int) -> tuple[int, int]:
-        """The last known megabatch that begins with the unit or before it, and its first unit."""
+        """The last known packing window that begins with the unit or before it, and its first unit."""
         firsts = self.first_unit
-        megabatch = max(0, int(np.searchsorted(firsts, unit, side="right")) - 1)
-        return megabatch, int(firsts[megabatch])
+        packing_window = max(0, int(np.searchsorted(firsts, unit, side="right")) - 1)
+        return packing_window, int(firsts[packing_window])
 
     @property
     def unit_costs(self) -> NDArray[np.int64]:
         """The cost of each unit from `begin` on, as far as they are known, where they are balanced."""
         return np.concatenate([np.empty(0, np.int64), *self._unit_costs.values()])
 
-    def cut(self, megabatch: int, lengths: NDArray[np.integer]) -> Units:
-        """The units of a megabatch, from the lengths of its samples, [n]; `LEFT_OUT` for those in none."""
+    def cut(self, packing_window: int, lengths: NDArray[np.integer]) -> PackingWindow:
+        """Units of a packing window, from the lengths of its samples, [n]; `LEFT_OUT` for those in none."""
         made = np.flatnonzero(lengths_in(lengths) != LEFT_OUT)
-        key, before = self._key_of(megabatch), 0
+        key, before = self._key_of(packing_window), 0
         if self.batching.balance is not None:  # all before are known
-            before = int(self.first_unit[megabatch])
+            before = int(self.first_unit[packing_window])
         if len(made) == len(lengths):
             return self.batching.planned(lengths, key, before)
         units = self.batching.planned(lengths[made], key, before)  # what it chooses is by these alone
         return replace(units, segments=replace(units.segments, position=made[units.segments.position]))
 
-    def add(self, megabatch: int, lengths: NDArray[np.integer]) -> Units:
-        """Note what was measured of a megabatch; its units. `ValueError` if it was other lengths before."""
-        units, firsts = self.cut(megabatch, lengths), self.first_unit
+    def add(self, packing_window: int, lengths: NDArray[np.integer]) -> PackingWindow:
+        """Note what was measured of a packing window; its units. `ValueError` if they were others before."""
+        units, firsts = self.cut(packing_window, lengths), self.first_unit
         if self._added is not None:
-            self._added[slice(*self.bounds[megabatch : megabatch + 2])] = lengths
-        if megabatch + 1 == len(firsts):
+            self._added[slice(*self.bounds[packing_window : packing_window + 2])] = lengths
+        if packing_window + 1 == len(firsts):
             self._extend(units, int(np.count_nonzero(lengths_in(lengths) != LEFT_OUT)))
-        elif firsts[megabatch + 1] - firsts[megabatch] != len(units):
+        elif firsts[packing_window + 1] - firsts[packing_window] != len(units):
             raise ValueError(
-                f"the samples from position {int(self.bounds[megabatch])} on have other lengths than "
+                f"the samples from position {int(self.bounds[packing_window])} on have other lengths than "
                 "the same samples had before: what makes them must make the same each time"
             )
         return units
 
     def keep_lengths(self) -> None:
-        """Keep what is added, for `known_part`: from before the first megabatch on."""
+        """Keep what is added, for `known_part`: from before the first packing window on."""
         if self._added is None:
             shape = [int(self.bounds[-1]), 1 + len(self.batching.cost_columns)]
             self._added = np.zeros(shape if shape[1] > 1 else shape[0], np.int64)  # pages take nothing before
 
     def known_part(self, unit: int) -> UnitSequence:
-        """The megabatches that are known, from that of a unit on, as an epoch that ends with them."""
+        """The packing windows that are known, from that of a unit on, as an epoch that ends with them."""
         part, known = copy.copy(self), self._known
         firsts = known[0]
         vars(part).pop("units", None)
@@ -216,8 +217,8 @@ class UnitSequence:
         part._known = firsts, known[1], known[2] if len(firsts) == len(self.bounds) else 0
         return part
 
-    def _extend(self, units: Units, num_made: int) -> None:
-        """Note the next megabatch; `num_made` samples tell whether its last unit is short."""
+    def _extend(self, units: PackingWindow, num_made: int) -> None:
+        """Note the next packing window; `num_made` samples tell whether its last unit is short."""
         firsts, stats, _ = self._known
         if units.costs is not None:
             self._unit_costs[len(firsts) - 1] = units.costs
@@ -225,39 +226,39 @@ class UnitSequence:
         self._known = np.append(firsts, firsts[-1] + len(units)), stats, int(num_short > 0)
 
     @cached_property
-    def units(self) -> Callable[[int], Units]:
-        """The units of a megabatch whose lengths are known; the last few are kept."""
-        return lru_cache(_KEPT_MEGABATCHES)(self._units)
+    def units(self) -> Callable[[int], PackingWindow]:
+        """The units of a packing window whose lengths are known; the last few are kept."""
+        return lru_cache(_KEPT_PACKING_WINDOWS)(self._units)
 
-    def _units(self, megabatch: int) -> Units:
+    def _units(self, packing_window: int) -> PackingWindow:
         assert self.sizes is not None
-        return self.cut(megabatch, self.sizes[slice(*self.bounds[megabatch : megabatch + 2])])
+        return self.cut(packing_window, self.sizes[slice(*self.bounds[packing_window : packing_window + 2])])
 
     def take(
-        self, units: NDArray[np.int64], units_of: Callable[[int], Units] | None = None
+        self, units: NDArray[np.int64], units_of: Callable[[int], PackingWindow] | None = None
     ) -> tuple[Segments, NDArray[np.int64]]:
         """The segments of the units, in the order given, and how many each has, int64 [n].
 
-        Positions count from the epoch's first. Units that follow one another in a megabatch are cheapest.
-        `units_of` gives the units of a megabatch, where lengths are measured.
+        Positions count from the epoch's first. Units that follow one another in a packing window are
+        cheapest. `units_of` gives the units of a packing window, where lengths are measured.
         """
         parts, counts, firsts = [], np.empty(len(units), np.int64), self.first_unit
-        megabatches = np.searchsorted(firsts, units, side="right") - 1
-        cuts = [0, *(np.flatnonzero(np.diff(megabatches)) + 1).tolist(), len(units)]
+        packing_windows = np.searchsorted(firsts, units, side="right") - 1
+        cuts = [0, *(np.flatnonzero(np.diff(packing_windows)) + 1).tolist(), len(units)]
         for begin, end in pairwise(cuts) if len(units) else ():
-            megabatch = int(megabatches[begin])
-            plan, own = (units_of or self.units)(megabatch), units[begin:end] - firsts[megabatch]
+            packing_window = int(packing_windows[begin])
+            plan, own = (units_of or self.units)(packing_window), units[begin:end] - firsts[packing_window]
             counts[begin:end] = np.diff(plan.first)[own]
             rows = ranges(plan.first[own], counts[begin:end])
-            parts.append(plan.segments.take(rows).shifted(int(self.bounds[megabatch])))
+            parts.append(plan.segments.take(rows).shifted(int(self.bounds[packing_window])))
         return joined(parts), counts
 
 
-class MegabatchPlan(RankPlan):
-    """One rank's batches of an epoch whose megabatches are dealt out one by one."""
+class PackingWindowPlan(RankPlan):
+    """One rank's batches of an epoch whose packing windows are dealt out one by one."""
 
     bounds: NDArray[np.int64]
-    """First position of every megabatch, and the number of samples, int64 [megabatches + 1]."""
+    """First position of every packing window, and the number of samples, int64 [packing windows + 1]."""
 
     def rank_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64]:
         """See `RankPlan.rank_indices`. An index comes once for each of its segments.
@@ -268,29 +269,29 @@ class MegabatchPlan(RankPlan):
         # Of a mixture's window, some may come in another epoch; and what is behind a part, in the next one.
         indices = np.flatnonzero((positions >= 0) & (positions < self.bounds[-1]))
         positions, counts = positions[indices], np.zeros(len(indices), np.int64)
-        for megabatch, at in windows_touched(np.searchsorted(self.bounds, positions, side="right") - 1):
-            counts[at] = self._own_counts(megabatch)[positions[at] - self.bounds[megabatch]]
+        for packing_window, at in windows_touched(np.searchsorted(self.bounds, positions, side="right") - 1):
+            counts[at] = self._own_counts(packing_window)[positions[at] - self.bounds[packing_window]]
         return np.repeat(indices, counts)
 
     @cached_property
     def _own_counts(self) -> Callable[[int], Counts]:
-        """`_count_own`, kept of many megabatches.
+        """`_count_own`, kept of many packing windows.
 
         Windows lie side by side, and that of a small source of a mixture spans a hundred.
         """
         return lru_cache(_KEPT_COUNTS)(self._count_own)
 
     @abstractmethod
-    def _count_own(self, megabatch: int) -> Counts:
-        """Count the segments of each position of a megabatch that are this rank's."""
+    def _count_own(self, packing_window: int) -> Counts:
+        """Count the segments of each position of a packing window that are this rank's."""
 
 
-class UnitPlan(MegabatchPlan):
+class UnitPlan(PackingWindowPlan):
     """One rank's batches of one epoch's units, from unit `start` on, as far as they are known. Thread-safe.
 
     Numbers called position here are as in `EpochPlan`, but `start` and `position_after` count units, so
-    that a state may lie inside a megabatch. What batches consist of, and what is read for them, is told where
-    all lengths are known; where they are measured, `MeasuredUnits` and `SharePlan` do.
+    that a state may lie inside a packing window. What batches consist of, and what is read for them, is told
+    where all lengths are known; where they are measured, `MeasuredUnits` and `SharePlan` do.
 
     Args:
         order: the epoch's.
@@ -308,7 +309,7 @@ class UnitPlan(MegabatchPlan):
         self.sequence, self.bounds = sequence, sequence.bounds
         if sequence.is_complete and self.start > sequence.num_units:
             raise ValueError(f"start must be in [0, {sequence.num_units}] units, got {self.start}")
-        self.megabatch = sequence.at(self.start)[0]
+        self.packing_window = sequence.at(self.start)[0]
         """The one that the first batch begins in."""
         self.order = order
         self._batch_plan = self.dealt(sequence.num_units, is_all=sequence.is_complete)
@@ -408,11 +409,11 @@ class UnitPlan(MegabatchPlan):
         units = self.batch_plan.items(*last)[0][self.repeats(*last)]
         return self.sequence.take(units)[0].position
 
-    def _count_own(self, megabatch: int) -> Counts:
-        """See `MegabatchPlan`; where all are this rank's, none is planned."""
+    def _count_own(self, packing_window: int) -> Counts:
+        """See `PackingWindowPlan`; where all are this rank's, none is planned."""
         sequence = self.sequence
-        first, end = sequence.bounds[megabatch : megabatch + 2].tolist()
-        first_unit, end_unit = sequence.first_unit[megabatch : megabatch + 2].tolist()
+        first, end = sequence.bounds[packing_window : packing_window + 2].tolist()
+        first_unit, end_unit = sequence.first_unit[packing_window : packing_window + 2].tolist()
         own: NDArray[np.int64] | None = np.empty(0, np.int64)
         if first_unit < end_unit:
             own = self.batch_plan.rank_items(first_unit, end_unit)
@@ -430,7 +431,7 @@ class UnitPlanner:
 
     Args:
         batching: as the user gives it.
-        window: samples of a megabatch where that leaves it open.
+        window: samples of a packing window where that leaves it open.
         lengths: [num_samples] in file order, as `column_lengths.resolve_lengths` gives them, of a mixture
             those of its sources one after the other; None: they are measured on the way. With costs,
             [num_samples, 1 + costs].
@@ -443,7 +444,7 @@ class UnitPlanner:
     def __init__(
         self,
         batching: Batching,
-        window: int = DEFAULT_MEGABATCH_SAMPLES,
+        window: int = DEFAULT_PACKING_WINDOW_SAMPLES,
         *,
         lengths: NDArray[np.integer] | None = None,
         measured_as: str | None = None,
@@ -455,7 +456,7 @@ class UnitPlanner:
         self._is_window_given, self._measured_as = batching.window is not None, measured_as
         self._mean_length, self._num_in_token = mean_length, num_in_token
         self._start = BEGIN
-        """A megabatch to go on with."""
+        """A packing window to go on with."""
         self._sequences: dict[tuple[object, int], UnitSequence] = {}
         """By order, and first known unit. Threads that ask for the same must get the same: it grows."""
 
@@ -483,7 +484,7 @@ class UnitPlanner:
         """The units of an order of the dataset's samples, from one on; those of the last epochs are kept.
 
         An epoch that was gone on with from a state, or with other weights, is known from there on only, until
-        it begins anew. `ValueError` where its order is not known from a megabatch on.
+        it begins anew. `ValueError` where its order is not known from a packing window on.
         """
         name = order.seed, order.epoch, order.shuffle
         items = [*self._sequences.items()]
@@ -522,39 +523,39 @@ class UnitPlanner:
         """One rank's batches of an epoch."""
         return UnitPlan(order, self.sequence(order, dealing.get("start", 0)), **dealing)
 
-    def megabatch_start(self, order: EpochOrder, position: int) -> MegabatchStart:
-        """The megabatch that a unit is in: from there on samples and units must be known."""
+    def packing_window_start(self, order: EpochOrder, position: int) -> PackingWindowStart:
+        """The packing window that a unit is in: from there on samples and units must be known."""
         sequence = self.sequence(order, position)
-        megabatch, unit = sequence.at(position)
-        return MegabatchStart(order.epoch, int(sequence.bounds[megabatch]), unit)
+        packing_window, unit = sequence.at(position)
+        return PackingWindowStart(order.epoch, int(sequence.bounds[packing_window]), unit)
 
     def change_after(self, order: EpochOrder, position: int) -> int:
-        """The first sample, after a unit, from which on the order may change: that of the next megabatch."""
+        """The first sample after a unit at which the order may change: that of the next packing window."""
         sequence = self.sequence(order, position)
-        megabatch, unit = sequence.at(position)
-        return int(sequence.bounds[min(megabatch + (position > unit), sequence.num_megabatches)])
+        packing_window, unit = sequence.at(position)
+        return int(sequence.bounds[min(packing_window + (position > unit), sequence.num_packing_windows)])
 
     def state(self, order: EpochOrder, position: int) -> dict[str, object]:
-        """Return what a state keeps beside the units that are done: the token, and their last megabatch."""
-        return self.token | self.megabatch_start(order, position).to_json()
+        """Return what a state keeps beside units that are done: the token, and their last packing window."""
+        return self.token | self.packing_window_start(order, position).to_json()
 
     def with_lengths(self, lengths: NDArray[np.integer] | None) -> UnitPlanner:
         """The planner that knows all lengths, or none."""
         return self._with(sizes=lengths)
 
-    def changed(self, start: MegabatchStart) -> UnitPlanner:
-        """The planner of an order that changes behind the start of a megabatch."""
+    def changed(self, start: PackingWindowStart) -> UnitPlanner:
+        """The planner of an order that changes behind the start of a packing window."""
         return self._with(_start=start)
 
     def resumed(self, token: Mapping[str, object], epoch: int) -> UnitPlanner:
         """The planner that goes on where a state of an epoch with this token stands.
 
-        Its megabatch is taken where the user gave none; without a token, an epoch begins as it was made.
+        Its packing window is taken where the user gave none; without a token, an epoch begins as it was made.
         """
         window, batching = token.get("window"), self._own
         if not self._is_window_given and type(window) is int and window >= 1:
             batching = replace(batching, window=window)
-        return self._with(batching=batching, _start=MegabatchStart.from_json(token, epoch))
+        return self._with(batching=batching, _start=PackingWindowStart.from_json(token, epoch))
 
     def _with(self, **changes: object) -> Self:
         """A copy that has seen no order yet."""
@@ -571,7 +572,7 @@ class UnitPlanner:
 
     @cached_property
     def _least(self) -> int:
-        """Samples of the first megabatch, at least; measured lengths do not decide about it."""
+        """Samples of the first packing window, at least; measured lengths do not decide about it."""
         if self.is_measured:
             return 1
         least = self.batching.least_samples(lengths_in(self._token_lengths))

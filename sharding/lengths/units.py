@@ -1,12 +1,13 @@
-"""Megabatches, and the units of delivery that they are cut into.
+"""Packing windows, and the units of delivery that they are cut into.
 
-An epoch's positions are cut into *megabatches* of consecutive positions, each planned on its own from the
-lengths of its samples. The plan of a megabatch is a list of *units*, each a list of *segments* of samples: a
-packed row, or a batch of samples of like length. Megabatches are closed: all segments of a sample are in
-units of its own one. So a unit follows from the lengths of one megabatch, whether they were known before or
-are measured on the way, and the number of units in all megabatches before counts them.
+An epoch's positions are cut into *packing windows* of consecutive positions, each planned on its own from the
+lengths of its samples. The plan of a packing window is a list of *units*, each a list of *segments* of
+samples: a packed row, or a batch of samples of like length. Packing windows are closed: all segments of a
+sample are in units of its own one. So a unit follows from the lengths of one packing window, whether they
+were known before or are measured on the way, and the number of units in all packing windows before counts
+them.
 
-The first megabatches of an epoch are small and double, so that the first batch waits for few reads. Of an
+The first packing windows of an epoch are small and double, so that the first batch waits for few reads. Of an
 epoch that has few rows, so much would be left unfilled in them that they are larger.
 """
 
@@ -21,17 +22,17 @@ from numpy.typing import NDArray
 
 from sharding.order.permutations import mix_key
 
-FIRST_MEGABATCH_SAMPLES = 1024
-"""Samples of the first megabatch of an epoch; each next one doubles up to the full size."""
+FIRST_PACKING_WINDOW_SAMPLES = 1024
+"""Samples of the first packing window of an epoch; each next one doubles up to the full size."""
 _UNITS = 0x756E6974
-"""Purpose of a key: the order of the units in a megabatch."""
-DEFAULT_MEGABATCH_SAMPLES = 16_384
+"""Purpose of a key: the order of the units in a packing window."""
+DEFAULT_PACKING_WINDOW_SAMPLES = 16_384
 """Samples planned together where nobody says; more pack no better in practice and hold more memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthStats:
-    """The counts of a plan over all megabatches. They count elements of the length column."""
+    """The counts of a plan over all packing windows. They count elements of the length column."""
 
     units: int = 0
     """The number of packed rows, or of batches."""
@@ -66,17 +67,17 @@ class LengthStats:
 
 
 @dataclass(frozen=True)
-class MegabatchStart:
-    """The begin of a megabatch."""
+class PackingWindowStart:
+    """The begin of a packing window."""
 
     epoch: int
     position: int
-    """The first sample of the megabatch."""
+    """The first sample of the packing window."""
     unit: int
     """The number of units before it."""
 
     @classmethod
-    def from_json(cls, token: Mapping[str, object], epoch: int) -> MegabatchStart:
+    def from_json(cls, token: Mapping[str, object], epoch: int) -> PackingWindowStart:
         """Read the start from a state's token; the begin of the epoch where it has none."""
         numbers = [token.get(name) for name in ("first_sample", "units_before")]
         first, unit = (number if type(number) is int and number >= 0 else 0 for number in numbers)
@@ -87,7 +88,7 @@ class MegabatchStart:
         return {"first_sample": self.position, "units_before": self.unit}
 
 
-BEGIN = MegabatchStart(0, 0, 0)
+BEGIN = PackingWindowStart(0, 0, 0)
 """The begin of a run, or of any epoch."""
 
 
@@ -96,7 +97,7 @@ class Segments:
     """e segments of samples, in order."""
 
     position: NDArray[np.int64]
-    """[e]: the sample; counted in its megabatch, or in the epoch."""
+    """[e]: the sample; counted in its packing window, or in the epoch."""
     begin: NDArray[np.int64]
     """[e]: first element of the sample that the segment takes."""
     length: NDArray[np.int64]
@@ -120,11 +121,11 @@ NO_SEGMENTS = Segments(_NONE, _NONE, _NONE)
 
 
 @dataclass(frozen=True, eq=False)
-class Units:
-    """The units of one megabatch."""
+class PackingWindow:
+    """The units of one packing window."""
 
     segments: Segments
-    """In unit order; positions count from the megabatch's first."""
+    """In unit order; positions count from the packing window's first."""
     first: NDArray[np.int64]
     """[units + 1]: unit u has the segments `first[u]` up to `first[u + 1]`."""
     stats: LengthStats
@@ -186,12 +187,14 @@ def joined(parts: list[Segments]) -> Segments:
     return Segments(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
-def megabatch_bounds(num_samples: int, size: int, multiple: int = 1, least: int = 1) -> NDArray[np.int64]:
-    """First position of every megabatch, and `num_samples` at the end, int64 [megabatches + 1].
+def packing_window_bounds(
+    num_samples: int, size: int, multiple: int = 1, least: int = 1
+) -> NDArray[np.int64]:
+    """First position of every packing window, and `num_samples` at the end, int64 [packing windows + 1].
 
     Sizes are multiples of `multiple`, but for the last one. The first is `least`, where `size` allows that.
     """
-    next_size, start, bounds = min(size, max(FIRST_MEGABATCH_SAMPLES, least)), 0, list[int]()
+    next_size, start, bounds = min(size, max(FIRST_PACKING_WINDOW_SAMPLES, least)), 0, list[int]()
     while next_size < size and start < num_samples:
         bounds.append(start)
         start, next_size = start + -(-next_size // multiple) * multiple, next_size * 2
@@ -200,16 +203,16 @@ def megabatch_bounds(num_samples: int, size: int, multiple: int = 1, least: int 
 
 
 def units_key(seed: int, epoch: int, shuffled: bool) -> Callable[[int], int | None]:
-    """Megabatch -> what decides the order of its units; None: their first samples do."""
-    return partial(mix_key, seed, epoch, _UNITS) if shuffled else lambda megabatch: None
+    """Packing window -> what decides the order of its units; None: their first samples do."""
+    return partial(mix_key, seed, epoch, _UNITS) if shuffled else lambda packing_window: None
 
 
 def stable_order(key: NDArray[np.int64]) -> NDArray[np.int64]:
     """The stable order of keys >= 0, as `argsort`, in less time.
 
-    Keys of sixteen bits (rows of a megabatch, lengths within one) sort by radix, an eighth of the time; of
-    larger ones, numpy sorts integers faster than it argsorts. The number of keys times the largest one must
-    fit 63 bits.
+    Keys of sixteen bits (rows of a packing window, lengths within one) sort by radix, an eighth of the time;
+    of larger ones, numpy sorts integers faster than it argsorts. The number of keys times the largest one
+    must fit 63 bits.
     """
     if key.max(initial=0) < 1 << 16:
         return np.argsort(key.astype(np.uint16), kind="stable")

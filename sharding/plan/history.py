@@ -23,7 +23,7 @@ StepRange = tuple[int, int]
 """The first step, and the one after the last."""
 
 
-class StepStretch(NamedTuple):
+class StepRun(NamedTuple):
     """Steps that follow one another, in `num_epochs` epochs from `epoch` on."""
 
     first_step: int
@@ -49,7 +49,7 @@ class StepStretch(NamedTuple):
         position = self.position + number * self.global_batch
         return StepPlace(step, self.epoch + epochs, position, self.global_batch, self.world_size, self.tail)
 
-    def joined(self, later: StepStretch) -> list[StepStretch]:
+    def joined(self, later: StepRun) -> list[StepRun]:
         """Itself and the stretch that follows it, as one where they are."""
         if self[3:6] != later[3:6]:
             return [self, later]
@@ -57,9 +57,7 @@ class StepStretch(NamedTuple):
         end = self.position + self.num_steps * self.global_batch
         if later.num_epochs == 1 and (later.epoch, later.position) == (last, end):  # gone on with
             whole = self._replace(num_epochs=self.num_epochs - 1)
-            grown = StepStretch(
-                whole.end, last, self.position, *self[3:6], 1, self.num_steps + later.num_steps
-            )
+            grown = StepRun(whole.end, last, self.position, *self[3:6], 1, self.num_steps + later.num_steps)
             return [*([whole] if whole.num_epochs else []), grown]
         if (later.epoch, later.position, later.num_steps) == (last + 1, self.position, self.num_steps):
             return [self._replace(num_epochs=self.num_epochs + later.num_epochs)]
@@ -83,7 +81,7 @@ class StepHistory:
 
     num_steps: int = 0
     """Steps since the training began."""
-    stretches: tuple[StepStretch, ...] = ()
+    stretches: tuple[StepRun, ...] = ()
     """One after the other; the last ends with `num_steps`."""
 
     @property
@@ -105,7 +103,7 @@ class StepHistory:
         """The history with more steps, from a position of an epoch on."""
         if not num_steps:
             return self
-        later = StepStretch(self.num_steps, epoch, position, global_batch, world_size, tail, 1, num_steps)
+        later = StepRun(self.num_steps, epoch, position, global_batch, world_size, tail, 1, num_steps)
         *before, last = self.stretches or (None,)
         stretches = before
         for stretch in [later] if last is None else last.joined(later):
@@ -143,7 +141,7 @@ class StepHistory:
         return cls(num_steps, tuple(stretches))
 
 
-def _checked(row: list[object], num_steps: int) -> StepStretch:
+def _checked(row: list[object], num_steps: int) -> StepRun:
     """The stretch of a row of a state's text, which has so many steps in all."""
     *numbers, tail, num_epochs = row
     counts = [one for one in (*numbers, num_epochs) if type(one) is int and 0 <= one < 1 << 62]
@@ -152,9 +150,7 @@ def _checked(row: list[object], num_steps: int) -> StepStretch:
     first, epoch, position, group, world_size, epochs = counts
     if group % world_size or num_steps <= 0 or num_steps % epochs:
         raise ValueError(f"a stretch of {num_steps} steps is {row}")
-    return StepStretch(
-        first, epoch, position, group, world_size, cast(Tail, tail), epochs, num_steps // epochs
-    )
+    return StepRun(first, epoch, position, group, world_size, cast(Tail, tail), epochs, num_steps // epochs)
 
 
 class PassedRange(NamedTuple):

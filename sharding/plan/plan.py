@@ -27,8 +27,8 @@ _OPTIONAL = {"batching", "data", "passed", "sources", "weights"}
 _AS_TEXT = ("batching", "weights", "data", "passed")
 STATE_VERSION = 4
 """The order of version 1 had no lanes; in that of version 2 all epochs began with small windows; in that of
-version 3 pieces of samples were carried from megabatch to megabatch, and what came before weights that were
-set was forgotten."""
+version 3 pieces of samples were carried from packing window to packing window, and what came before weights
+that were set was forgotten."""
 
 
 Passing = Callable[[BatchPlan], BatchPlan]

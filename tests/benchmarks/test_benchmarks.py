@@ -22,7 +22,7 @@ from benchmarks.peers.measured import leaves, touch
 from benchmarks.peers.runs import POINT, Run
 from benchmarks.peers.workloads import LIMIT, ONE_THREAD, OURS, WORKLOADS
 from benchmarks.remote.slow_server import serving
-from benchmarks.report import Verdict, command, command_line, machine, origin, save_figures
+from benchmarks.report import ReportSummary, command, command_line, machine, origin, save_figures
 from benchmarks.runner import Tell
 from benchmarks.tars import TarIndex
 
@@ -153,10 +153,10 @@ def test_the_median_is_taken_figure_by_figure_within_contestant_and_consumer() -
 
 
 def test_a_verdict_says_reached_or_by_how_much_it_is_short() -> None:
-    assert Verdict("W1", "", 0.95, 0.95).says == "reached"
-    assert Verdict("W1", "", 0.76, 0.95).says == "short by 20.0 %"
-    assert Verdict("W1", "", 0.06, 0.05, at_most=True).says == "short by 20.0 %"
-    assert Verdict("W1", "", None, 1.0).says == "not measured"
+    assert ReportSummary("W1", "", 0.95, 0.95).says == "reached"
+    assert ReportSummary("W1", "", 0.76, 0.95).says == "short by 20.0 %"
+    assert ReportSummary("W1", "", 0.06, 0.05, at_most=True).says == "short by 20.0 %"
+    assert ReportSummary("W1", "", None, 1.0).says == "not measured"
 
 
 def test_bars_are_ratios_to_the_peers_of_the_same_run() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.lab import controller, cost_model, io_gate
 from benchmarks.lab.stations import CASES, MOST, UNASKED, is_station, stations, takers_of, too_many
-from dataflow.tools.plan.cluster import Cluster, Link
-from dataflow.tools.plan.collectives import all_reduces
+from dataflow.tools.estimate.cluster import Cluster, Link
+from dataflow.tools.estimate.collectives import all_reduces
 from sharding.plan.window_size import resolve_windows
 
 

@@ -30,7 +30,7 @@ from dataflow import DataLoader, Mixture, SampleError, ShardedDataset, ShardWrit
 from dataflow.actors import builders
 from dataflow.actors.builders import RayBuilders
 from dataflow.actors.cluster import BuilderActorError, RayClusterError
-from dataflow.engines.versions import Versions
+from dataflow.executors.versions import Versions
 from prefetch.errors import StallError
 from sharding.errors import ShardChangedError
 

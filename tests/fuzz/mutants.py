@@ -4,6 +4,8 @@
     python tests/fuzz/mutants.py --seed 1                                 # tries them, in about two hours
     python tests/fuzz/mutants.py --seed 1 --only survived                 # tries again what no test noticed
     python tests/fuzz/mutants.py --seed 1 --only dataflow/loader.py:12    # or this one, or a whole file's
+    python tests/fuzz/mutants.py --seed 1 --shared-with OTHER             # 200 that the tree OTHER has, too
+    python tests/fuzz/mutants.py --seed 1 --shared-with OTHER --there     # tries the same ones in that tree
 
 A mutant is a comparison with its bound moved or negated, `+` for `-`, `and` for `or`, a `not` less, an
 integer one larger, or `True` for `False`; at most one a function. Each is written into a copy of the tree.
@@ -169,18 +171,27 @@ def candidates(module: str, source: bytes) -> Iterator[Mutant]:
     yield from inside(ast.parse(source), "")
 
 
-def chosen(root: Path, seed: int, count: int) -> list[Mutant]:
-    """The mutants of a seed. A change of a function changes which of its own is tried, and the last ones."""
-    first: dict[tuple[str, str], tuple[bytes, Mutant]] = {}
+def ranked(root: Path, seed: int) -> dict[bytes, Mutant]:
+    """All mutants of a tree by their rank, which is the same in every tree that has them."""
+    ranks = {}
     for path in sorted(path for name in PACKAGES for path in (root / name).rglob("*.py")):
         module, seen = str(path.relative_to(root)), Counter[str]()
         for mutant in candidates(module, path.read_bytes()):
             key = f"{module}/{mutant.function}/{mutant.what}"
-            rank = blake2b(f"{seed}/{key}/{seen[key]}".encode(), digest_size=8).digest()
+            ranks[blake2b(f"{seed}/{key}/{seen[key]}".encode(), digest_size=8).digest()] = mutant
             seen[key] += 1
-            where = module, mutant.function
-            first[where] = min(first.get(where, (rank, mutant)), (rank, mutant))
-    return [mutant for _, mutant in sorted(first.values())[:count]]
+    return ranks
+
+
+def chosen(root: Path, seed: int, count: int, other: Path | None = None) -> dict[bytes, Mutant]:
+    """The mutants of a seed. A change of a function changes which of its own is tried, and the last ones."""
+    first: dict[tuple[str, str], tuple[bytes, Mutant]] = {}
+    shared = ranked(other, seed) if other else None
+    for rank, mutant in ranked(root, seed).items():
+        where = mutant.module, mutant.function
+        first[where] = min(first.get(where, (rank, mutant)), (rank, mutant))
+    kept = sorted(each for each in first.values() if shared is None or each[0] in shared)
+    return dict(kept[:count])
 
 
 def tests_of(root: Path, module: str) -> list[list[str]]:
@@ -246,11 +257,11 @@ class Ran(NamedTuple):
 class Tree:
     """A copy of the product and its tests, in which one module at a time is changed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, product: Path) -> None:
         self.root, self.log, self._folder, self._changes = folder / "tree", folder / "log", folder, 0
         names = (".git", ".venv*", ".*_cache", ".hypothesis", ".bench-data", ".site", "__pycache__", "build")
         ignored = shutil.ignore_patterns(*names)
-        shutil.copytree(ROOT, self.root, ignore=ignored, symlinks=True)
+        shutil.copytree(product, self.root, ignore=ignored, symlinks=True)
 
     @contextlib.contextmanager
     def changed(self, mutant: Mutant) -> Iterator[None]:
@@ -339,10 +350,11 @@ class Judge:
 
     def __init__(self, tree: Tree, limit_s: float) -> None:
         self._tree, self._limit_s = tree, limit_s
+        self._contracts = [tests for tests in CONTRACTS if (tree.root / tests).exists()]
 
     @functools.cached_property
     def _in_contracts(self) -> set[tuple[str, str]]:
-        ran = self._tree.run([*CONTRACTS], _UNCHANGED_S, profile=True)
+        ran = self._tree.run(self._contracts, _UNCHANGED_S, profile=True)
         if ran.code != 0:
             sys.exit(
                 f"{self._tree.log.read_text()[-5000:]}\nthe contracts fail without a mutant: {ran.failed}"
@@ -359,7 +371,9 @@ class Judge:
             runs_there = mutant.function == "<module>" or mutant[:2] in self._in_contracts
             began += time.monotonic()
             ran = (
-                self._run(mutant, [*CONTRACTS] if runs_there else [], began) if ran.code is not None else ran
+                self._run(mutant, self._contracts if runs_there else [], began)
+                if ran.code is not None
+                else ran
             )
         outcome = "survived" if not ran.failed else "timeout" if ran.hung else "killed"
         by, took_s = "".join(ran.failed[:1]), round(time.monotonic() - began, 1)
@@ -419,10 +433,18 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the choice, and try none")
     parser.add_argument("--resume", action="store_true", help="pass over those that have a result")
     parser.add_argument("--only", nargs="+", default=[], help="FILEs, FILE:LINEs or outcomes, to try again")
+    parser.add_argument("--shared-with", type=Path, metavar="TREE", help="only mutants that TREE has, too")
+    parser.add_argument("--there", action="store_true", help="try them in that tree, not in this")
     kept_in = Path(__file__).with_suffix(".json")
     parser.add_argument("--json", type=Path, default=kept_in, help="results (default: beside this script)")
     given = parser.parse_args()
-    mutants = chosen(ROOT, given.seed, given.mutants)
+    tree = given.shared_with.resolve() if given.there else ROOT
+    here = chosen(ROOT, given.seed, given.mutants, given.shared_with)
+    mutants = [
+        *(
+            {**here, **{rank: each for rank, each in ranked(tree, given.seed).items() if rank in here}}
+        ).values()
+    ]
     if given.list:
         print(*(SHOWN.format(**place(mutant)) for mutant in mutants), sep="\n")
         print(f"{len(mutants)} mutants in {len({mutant.module for mutant in mutants})} modules")
@@ -439,7 +461,7 @@ def main() -> int:
     importlib.import_module("torch").set_num_threads(1)  # a pool of threads would be forked with this process
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        judge = Judge(Tree(Path(folder)), given.limit)
+        judge = Judge(Tree(Path(folder), tree), given.limit)
         for number, mutant in enumerate(mutants, 1):
             where, key = place(mutant), keys[number - 1]
             old = known.get(key, {})

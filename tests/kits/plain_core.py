@@ -14,8 +14,8 @@ from dataflow.decode import image
 from dataflow.stream import decisions
 from prefetch.addresses import memory_at
 from prefetch.core.copy_table import PlanColumn
-from prefetch.core.executor import Executor
 from prefetch.core.images import CropBox, Filter, ImageForm
+from prefetch.core.kernels import Kernels
 from sharding.order.permutations import seeded_permutations
 
 
@@ -48,10 +48,10 @@ def interleave(columns: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
 def use_plain_core(patch: pytest.MonkeyPatch) -> None:
     """From now on loaders of this process do without compiled code, but for looking at files."""
     patch.setattr(decisions, "_are_copies", lambda _: False)  # they are plans of whole chunks then
-    patch.setattr(Executor, "run", lambda _, num_rows, columns: run(num_rows, columns))
-    patch.setattr(Executor, "interleave", lambda _, columns, out: interleave(columns, out))
+    patch.setattr(Kernels, "run", lambda _, num_rows, columns: run(num_rows, columns))
+    patch.setattr(Kernels, "interleave", lambda _, columns, out: interleave(columns, out))
     patch.setattr(image, "_resizer", lambda spec: partial(resize, spec.form()))
-    patch.setattr(Executor, "seeded_permutations", staticmethod(seeded_permutations))
+    patch.setattr(Kernels, "seeded_permutations", staticmethod(seeded_permutations))
 
 
 # ---- images ------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from datasets_kit import make_parquet
 from formats_kit import RecordFormat, arrow_block, build_catalog, lengths_of, records
 
 from dataflow import DataflowError, ShardedDataset
-from prefetch.core.executor import executor
+from prefetch.core.kernels import kernels
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError, ShardReadError
 from sharding.formats.arrow.columns import columns_of
@@ -188,7 +188,7 @@ REFUSED: list[tuple[Callable[[Path], object], type[Exception], str]] = [
     (lambda _: tokens(stop="never"), ValueError, 'needs weights or a schedule, stop="first" or "all"'),
     (lambda _: tokens(run_length=2), ValueError, 'shares="tokens" needs .* no run_length'),
     (lambda _: tokens().epoch(0), ValueError, "epochs by tokens follow from lengths"),
-    (lambda _: TokenEpochs(tokens(), ones, take=executor().token_draws).epoch(-1), ValueError, "no epoch -1"),
+    (lambda _: TokenEpochs(tokens(), ones, take=kernels().token_draws).epoch(-1), ValueError, "no epoch -1"),
     (lambda _: temperature_weights([1], 0), ValueError, "temperature must be > 0"),
     (lambda _: exact_weights([]), ValueError, r"at least one weight must be positive, got \[\]"),
     (lambda _: exact_weights([0, 0]), ValueError, r"at least one weight must be positive, got \[0, 0\]"),

@@ -111,7 +111,7 @@ class Listing(Struct, frozen=True, kw_only=True):
     decode: object = "auto"
     cameras: Mapping[str, Any] = {}
     selects: Callable[..., Any] | None = None
-    """Returns the `Selection` that counts, of a `Source`, which it closes; None: all samples do."""
+    """Returns the `Selection` that counts, of a `BlockSource`, which it closes; None: all samples do."""
     spec: Spec | None = None
     """The source as it was named, where its own text tells the shards' names."""
     is_spelled: bool = False

@@ -42,11 +42,11 @@ _IPV6 = re.compile(r"://(?:[^/@]*@)?\[[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*(?:%[^/\]]*)?\
 DELTA_LOG, ICEBERG_METADATA = "_delta_log", "metadata"
 """Folders that tables keep their logs in."""
 LooksUp = Literal["", "patterns", "folders"]
-Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+BlockSource = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def expand(
-    source: Source,
+    source: BlockSource,
     storage_options: Mapping[str, Any] | None = None,
     *,
     format: str = "auto",  # noqa: A002

@@ -2,7 +2,7 @@
 
 In: clock reads of a schedule, or of a plain loop over a loader. Out: a `Report` of one rank or of all.
 Read `phases` first, then `records` (kept by `steps` or `loops`) and `report`; `shares` and `diagnosis` say
-what it means. `loops` replays batches in a loader's place, `headspace_report` says what that would gain,
+what it means. `loops` replays batches in a loader's place, `data_stall_report` says what that would gain,
 `bottleneck` what measured rates of the parts say.
 """
 

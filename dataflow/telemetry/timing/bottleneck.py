@@ -4,7 +4,7 @@ Each part is measured without the others, in the way of DS-Analyzer (Mohan et al
 (Kuchnik et al., MLSys 2022): the computation over synthetic data, the storage without decoding, loading from
 memory (without the storage), and the whole loader without computation. If all overlap, the slowest decides:
 predicted rate = min(computation, storage, decoding). The gain of curing one is what the rest was measured or
-predicted to reach without it, over the rate now. Where a perfect loader gains nothing (`headspace_report`),
+predicted to reach without it, over the rate now. Where a perfect loader gains nothing (`data_stall_report`),
 computing is the bound; else it is the part of the loader whose cure gains most. Where parts compete for the
 same cores, the loader stays below the prediction, and the gains show it.
 

@@ -1,6 +1,6 @@
 """A plain loop over a `DataLoader`, for `dataflow doctor`: how long each batch was waited for.
 
-With `--headspace` its batches are replaced by ones from memory once it is measured (`HeadspaceLoops`).
+With `--headspace` its batches are replaced by ones from memory once it is measured (`DataStallLoops`).
 Where no `GradSchedule` runs, nobody tells when gradients travel or the optimizer steps, so a step has two
 parts: waiting for its batch, and the rest. Loops are watched only where `dataflow doctor` asked for it.
 """
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dataflow.progress.observer import HEADSPACE
+from dataflow.progress.observer import DATA_STALL
 from dataflow.telemetry.timing import ROUND, VARIABLE
-from dataflow.telemetry.timing.headspace import WARM_UP, BatchStock, HeadspaceRecord, wait_for_device
+from dataflow.telemetry.timing.data_stall import WARM_UP, BatchStock, DataStallRecord, wait_for_device
 from dataflow.telemetry.timing.records import MOST_STEPS, Recorder, StepRecord, StepTimes
 from dataflow.topology_exchange import rank_and_world_size
 from prefetch.memory.lifetimes import InlineFinalizer
@@ -152,7 +152,7 @@ class RecordedLoop:
         self._recorder.save(self._owner)
 
 
-class HeadspaceLoops(LoopRecorder):
+class DataStallLoops(LoopRecorder):
     """Loops whose batches are the loader's own at first, then replayed ones. Used by the training thread.
 
     Args:
@@ -163,7 +163,7 @@ class HeadspaceLoops(LoopRecorder):
     """
 
     _name = "headspace"
-    _record_type = HeadspaceRecord
+    _record_type = DataStallRecord
 
     def __init__(
         self, folder: str, loader: Any, steps: int, now: Callable[[], float] = time.perf_counter
@@ -267,7 +267,7 @@ class ReplayedBatches:
         loops: what hands out batches.
     """
 
-    def __init__(self, batches: Any, loader: Any, loops: HeadspaceLoops) -> None:
+    def __init__(self, batches: Any, loader: Any, loops: DataStallLoops) -> None:
         self._batches, self._loader, self._loops = batches, loader, loops
         self._loop = loops.begin(loader, 0, None)
 
@@ -284,16 +284,16 @@ class ReplayedBatches:
         return getattr(self._batches, name)
 
 
-_LOOPS: weakref.WeakKeyDictionary[Any, HeadspaceLoops] = weakref.WeakKeyDictionary()
+_LOOPS: weakref.WeakKeyDictionary[Any, DataStallLoops] = weakref.WeakKeyDictionary()
 
 
 def replayed(engine: Any, loader: Any) -> Any:
     """Return an iterator over a loader's batches, for `dataflow doctor --headspace`."""
-    folder, steps = os.environ.get(VARIABLE), os.environ.get(HEADSPACE)
+    folder, steps = os.environ.get(VARIABLE), os.environ.get(DATA_STALL)
     if not folder or not steps or torch.utils.data.get_worker_info() is not None:
         return iter(engine)
     if loader not in _LOOPS:
-        _LOOPS[loader] = HeadspaceLoops(folder, loader, int(steps))
+        _LOOPS[loader] = DataStallLoops(folder, loader, int(steps))
     loops = _LOOPS[loader]
     loops.position = 0
     return ReplayedBatches(iter(()) if loops.replays else iter(engine), loader, loops)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dataflow.dataset import ShardedDataset
 from dataflow.outputs.resolve import resolve_outputs
-from dataflow.staging.source import Source
+from dataflow.staging.block_source import BlockSource
 from prefetch.control.pause import ReadPause
 from prefetch.memory.guards import FileGuards
 from prefetch.store.ranges import Awaited
@@ -90,7 +90,7 @@ class InMemory(ShardedDataset):
         pause: ReadPause | None = None,
         *,
         is_awaited: bool = False,
-    ) -> Source:
+    ) -> BlockSource:
         """Return what the loader reads with: memory."""
         source = super().source(keep_mapped_bytes, guards, pause, is_awaited=is_awaited)
         return source if self._kept is None else replace(source, reader=self._kept)

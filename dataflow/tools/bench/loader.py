@@ -18,8 +18,8 @@ import torch
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import memory_limit_bytes
 from dataflow.telemetry.timing.bottleneck import Bottleneck, Epochs, Rates, bottleneck_of
+from dataflow.telemetry.timing.data_stall_report import DataStall, data_stall_of
 from dataflow.telemetry.timing.diagnosis import diagnose
-from dataflow.telemetry.timing.headspace_report import Headspace, headspace_of
 from dataflow.testing import run_ranks
 from dataflow.tools.bench.evidence import evict
 from dataflow.tools.bench.settings import Emulation, settings_json, stored_sample_bytes
@@ -71,7 +71,7 @@ class EmulationFigures:
     """The figures of each rank, by phase."""
     evicted: bool
     """True if the data was dropped from memory before the phases after the first."""
-    headspace: Headspace
+    headspace: DataStall
     """Times faster that the whole is with a batch from memory in the loader's place."""
     rates: Rates
     bottleneck: Bottleneck
@@ -186,7 +186,7 @@ def emulate(
         dataset=repr(dataset),
         phases=phases,
         evicted=evicted,
-        headspace=_headspace(phases["training"]),
+        headspace=_data_stall(phases["training"]),
         rates=rates,
         bottleneck=bottleneck_of(rates),
         stored_bytes=int(dataset.catalog.blocks.length.sum()),
@@ -212,8 +212,8 @@ def _from_device(ranks: Sequence[RankFigures]) -> bool:
     return device_bytes > _FROM_DEVICE * max(1, sum(one.read_bytes for one in ranks))
 
 
-def _headspace(training: Sequence[RankFigures]) -> Headspace:
-    return headspace_of(
+def _data_stall(training: Sequence[RankFigures]) -> DataStall:
+    return data_stall_of(
         [one.steps.windows for one in training if one.steps],
         [one.replayed.windows for one in training if one.replayed],
     )
@@ -226,7 +226,7 @@ def _rates(phases: Mapping[EmulationPhase, Sequence[RankFigures]]) -> Rates:
     measured = together("training")
     return Rates(
         measured=measured,
-        compute=measured * _headspace(phases["training"]).gain,
+        compute=measured * _data_stall(phases["training"]).gain,
         storage=together("storage"),
         decode=together("memory"),
         loader=together("loader"),

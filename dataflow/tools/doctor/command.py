@@ -112,26 +112,26 @@ def doctor(
         steps = (steps or DEFAULT_STEPS) if headspace else None
         code = _run(command, records, steps, own_output=json_path != "-") if command else 0
         if headspace:
-            _show_headspace(records, json_path, code)
+            _show_data_stall(records, json_path, code)
         else:
             _show(records, json_path, picture, trace)
     if code:
         raise click.exceptions.Exit(code)
 
 
-def _run(command: Sequence[str], folder: Path, headspace_steps: int | None, *, own_output: bool) -> int:
+def _run(command: Sequence[str], folder: Path, data_stall_steps: int | None, *, own_output: bool) -> int:
     """Run it, with a folder for records; its exit code, or as in shells 128 + the signal that ended it.
 
     `own_output`: false where standard output is JSON; what it prints is found in stderr then.
     """
-    from dataflow.progress.observer import HEADSPACE
+    from dataflow.progress.observer import DATA_STALL
     from dataflow.telemetry.timing import VARIABLE
     from dataflow.tools.doctor.saved import all_files
 
     folder.mkdir(parents=True, exist_ok=True)
     for old in all_files(folder):
         old.unlink()
-    asked = {VARIABLE: str(folder), HEADSPACE: str(headspace_steps or "")}
+    asked = {VARIABLE: str(folder), DATA_STALL: str(data_stall_steps or "")}
     with subprocess.Popen(command, env=os.environ | asked, stdout=None if own_output else 2) as process:
         while True:
             try:
@@ -174,15 +174,15 @@ def _show(folder: Path, json_path: str | None, picture: str | None, trace: str |
     save(page_of(report, saved.records), json_path, picture)
 
 
-def _show_headspace(folder: Path, json_path: str | None, code: int) -> None:
+def _show_data_stall(folder: Path, json_path: str | None, code: int) -> None:
     from rich.console import Console
 
-    from dataflow.telemetry.timing.headspace_report import headspace_of_records, reason_without
-    from dataflow.tools.doctor.saved import read_headspace
+    from dataflow.telemetry.timing.data_stall_report import data_stall_of_records, reason_without
+    from dataflow.tools.doctor.saved import read_data_stall
     from dataflow.tools.terminal.report import Page, Sentence, save, show
 
-    saved = read_headspace(folder)
-    report = headspace_of_records(saved.records)
+    saved = read_data_stall(folder)
+    report = data_stall_of_records(saved.records)
     failed = [f"the command failed: exit code {code}, its error is above"] if code else []
     console = Console(stderr=json_path == "-", highlight=False)
     if report is None:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from dataflow.telemetry.timing.headspace import HeadspaceRecord
+from dataflow.telemetry.timing.data_stall import DataStallRecord
 from dataflow.telemetry.timing.records import StepRecord
 
 R = TypeVar("R", bound=StepRecord)
 _SHOWN = 8
 _NAME = re.compile(r"\d{6,}-(loop-|headspace-)?\d{3,}\.json")
-"""Names as `timing.records.Recorder` and `timing.headspace` give them: the folder may be a user's own, with
+"""Names as `timing.records.Recorder` and `timing.data_stall` give them: the folder may be a user's own, with
 other files in it."""
 
 
@@ -48,9 +48,9 @@ def read_records(folder: Path) -> SavedRecords[StepRecord]:
     return _read(record_files(folder), StepRecord)
 
 
-def read_headspace(folder: Path) -> SavedRecords[HeadspaceRecord]:
+def read_data_stall(folder: Path) -> SavedRecords[DataStallRecord]:
     """Read those of steps with a loader and without it."""
-    return _read([path for path in all_files(folder) if path not in record_files(folder)], HeadspaceRecord)
+    return _read([path for path in all_files(folder) if path not in record_files(folder)], DataStallRecord)
 
 
 def _read(files: Iterable[Path], record_type: type[R]) -> SavedRecords[R]:

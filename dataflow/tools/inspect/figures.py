@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dataflow.tools.inspect.quality import (
     MAX_SAMPLES,
-    Stretch,
+    GlobalBatches,
     distinct_per_batch,
     distinct_per_node,
     label_dispersion,
@@ -26,7 +26,7 @@ from dataflow.tools.inspect.quality import (
 from dataflow.tools.inspect.read_cost import (
     TOGETHER,
     BlockRequests,
-    HotSpot,
+    PeakReads,
     amplification,
     first_batch_bytes,
     hot_spot,
@@ -69,7 +69,7 @@ class Figures:
     """Bytes of the node that reads most, over its share."""
     rank_amplification: float | None
     """The same as `amplification` where each rank reads for itself; None for a full shuffle."""
-    hot_spots: dict[str, HotSpot]
+    hot_spots: dict[str, PeakReads]
     """Hot spots by kind of target."""
     open_bytes: int
     """In memory: the windows that a node has open at a time, at most."""
@@ -90,7 +90,7 @@ class Inspected:
     """Figures, and the rows they were taken from."""
 
     figures: Figures
-    stretch: Stretch
+    stretch: GlobalBatches
     reads: BlockRequests
 
 
@@ -148,7 +148,9 @@ def figures_of(
 
 
 def _mean(
-    distinct: Callable[[Stretch, NDArray[Any]], NDArray[np.int64]], stretch: Stretch, codes: NDArray[Any]
+    distinct: Callable[[GlobalBatches, NDArray[Any]], NDArray[np.int64]],
+    stretch: GlobalBatches,
+    codes: NDArray[Any],
 ) -> float:
     return float(distinct(stretch, codes[stretch.sample]).mean())
 
@@ -159,7 +161,7 @@ def _rank_amplification(plans: Sequence[EpochPlan], table: BlockTable) -> float:
     return float(read.sum() / table.length[table.num_samples > 0].sum())
 
 
-def hot_spots(stretch: Stretch, reads: BlockRequests, targets: Targets) -> dict[str, HotSpot]:
+def hot_spots(stretch: GlobalBatches, reads: BlockRequests, targets: Targets) -> dict[str, PeakReads]:
     """Hot spots of each kind: of all blocks in order, a window at a time; of the stretch's reads if full."""
     order = stretch.order
     blocks = reads.block if order.shuffle.kind == "full" else order.table.read_block

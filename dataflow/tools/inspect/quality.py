@@ -1,9 +1,9 @@
 """The quality of a plan's mixing: what its batches hold, by running its arithmetic, without reading data.
 
-A `Stretch` is a run of consecutive global batches as all ranks deliver them: the whole epoch where it is
-small enough, else a piece from its middle, where windows have their full size. Everything here is a function
-of a stretch, vectorised, with memory proportional to its samples; `dataflow.tools.inspect.read_cost` is the
-other half, what the same stretch costs to read.
+A `GlobalBatches` is a run of consecutive global batches as all ranks deliver them: the whole epoch where it
+is small enough, else a piece from its middle, where windows have their full size. Everything here is a
+function of a stretch, vectorised, with memory proportional to its samples; `dataflow.tools.inspect.read_cost`
+is the other half, what the same stretch costs to read.
 
 Two figures tell how labels come. *Lag-1 correlation* is that of neighbours' one-hot labels,
 `(P(equal) - sum p^2) / (1 - sum p^2)`: 0 for independent draws, 1 where labels come in runs; for numbers it
@@ -29,7 +29,7 @@ MAX_SAMPLES = 1 << 21
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Stretch:
+class GlobalBatches:
     """Consecutive global batches of one epoch, row by row in order of delivery: by batch, then by rank.
 
     Samples that padding delivers a second time are left out.
@@ -67,7 +67,7 @@ def stretch_of(
     table: BlockTable,
     *,
     max_samples: int = MAX_SAMPLES,
-) -> Stretch:
+) -> GlobalBatches:
     """The batches that the figures are taken from: the middle of the epoch, or all of it.
 
     Args:
@@ -102,7 +102,7 @@ def stretch_of(
     order = plans[0].order
     sample = order.samples(position)
     block = np.searchsorted(table.first_sample, sample, side="right") - 1
-    return Stretch(
+    return GlobalBatches(
         order=order,
         nodes=np.asarray(nodes, np.int64),
         first_batch=first,
@@ -134,12 +134,12 @@ def _first_time(in_last: NDArray[np.bool_], position: NDArray[np.int64], begin: 
     return out
 
 
-def distinct_per_batch(stretch: Stretch, of_row: NDArray[np.integer]) -> NDArray[np.int64]:
+def distinct_per_batch(stretch: GlobalBatches, of_row: NDArray[np.integer]) -> NDArray[np.int64]:
     """Distinct values of `of_row` [m], integers >= 0, in each global batch; int64 [batches]."""
     return _distinct(stretch.batch - stretch.first_batch, of_row, stretch.last_batch - stretch.first_batch)
 
 
-def distinct_per_node(stretch: Stretch, of_row: NDArray[np.integer]) -> NDArray[np.int64]:
+def distinct_per_node(stretch: GlobalBatches, of_row: NDArray[np.integer]) -> NDArray[np.int64]:
     """Distinct values of `of_row` [m], integers >= 0, in each node's part of each batch; int64 [parts]."""
     of_part = _distinct(stretch.batch * stretch.num_nodes + stretch.node, of_row)
     return of_part[of_part > 0]
@@ -152,7 +152,7 @@ def _distinct(
     return np.bincount(np.unique(group * spread + of_row) // spread, minlength=num_groups)
 
 
-def neighbour_distances(stretch: Stretch) -> NDArray[np.float64]:
+def neighbour_distances(stretch: GlobalBatches) -> NDArray[np.float64]:
     """|difference| of the sample numbers of consecutive rows, as shares of the dataset, float64 [m - 1].
 
     For independent draws the mean is 1/3 and the median 1 - sqrt(1/2), about 0.29.
@@ -177,7 +177,7 @@ def lag1_correlation(values: NDArray[Any]) -> float:
     return (equal - chance) / (1 - chance) if chance < 1 else float("nan")
 
 
-def label_dispersion(stretch: Stretch, labels: NDArray[np.integer]) -> float:
+def label_dispersion(stretch: GlobalBatches, labels: NDArray[np.integer]) -> float:
     """Mean chi-square of the batches' label counts, per degree of freedom; 1 for independent draws.
 
     Args:

@@ -3,7 +3,7 @@
 The unit of staging is a window: what a node takes of it is read when its first sample is due, and held until
 its last one is delivered. A full shuffle has no windows: `together` consecutive positions are read as one,
 either sample by sample (`located`, where the format tells where each lies) or by whole blocks. Ranks of a
-node share what the node reads. All of it is computed from a `Stretch`, without a byte of data.
+node share what the node reads. All of it is computed from a `GlobalBatches`, without a byte of data.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dataflow.tools.inspect.quality import Stretch
+from dataflow.tools.inspect.quality import GlobalBatches
 from sharding.catalog.table import BlockTable
 from sharding.order.order import Order
 from sharding.plan.placement import reads_by_node
@@ -48,7 +48,7 @@ class BlockRequests:
 
 
 def reads_of(
-    stretch: Stretch, table: BlockTable, *, located: bool, together: int = TOGETHER
+    stretch: GlobalBatches, table: BlockTable, *, located: bool, together: int = TOGETHER
 ) -> BlockRequests:
     """The requests of a stretch, each (node, window, block) once.
 
@@ -78,7 +78,7 @@ def reads_of(
     )
 
 
-def _sample_reads(stretch: Stretch, table: BlockTable, window: NDArray[np.int64]) -> BlockRequests:
+def _sample_reads(stretch: GlobalBatches, table: BlockTable, window: NDArray[np.int64]) -> BlockRequests:
     """Every sample by itself, of its block's mean size."""
     block = stretch.block
     length = -(-table.length // np.maximum(1, table.num_samples))[block]
@@ -100,7 +100,7 @@ def windows_of(order: Order, positions: NDArray[np.int64], together: int = TOGET
 
 
 def amplification(
-    stretch: Stretch, reads: BlockRequests, table: BlockTable, batch_size: int
+    stretch: GlobalBatches, reads: BlockRequests, table: BlockTable, batch_size: int
 ) -> NDArray[np.float64]:
     """Bytes each node reads in the epoch over its share of those there are, float64 [nodes]; 1: none twice.
 
@@ -123,7 +123,7 @@ def _sample_bytes(table: BlockTable) -> NDArray[np.float64]:
     return mean
 
 
-def open_bytes(stretch: Stretch, reads: BlockRequests, node: int) -> NDArray[np.int64]:
+def open_bytes(stretch: GlobalBatches, reads: BlockRequests, node: int) -> NDArray[np.int64]:
     """Bytes of the windows a node has open in each batch of the stretch, int64 [batches].
 
     A window is open from the batch that first takes of it to the one that takes last.
@@ -177,7 +177,7 @@ def _delivered(plans: Sequence[EpochPlan], num_batches: int) -> NDArray[np.int64
 
 
 @dataclass(frozen=True)
-class HotSpot:
+class PeakReads:
     """The reads that one shard (folder, host) has at the worst moment."""
 
     label: int
@@ -195,7 +195,7 @@ class HotSpot:
         return self.most / max(1.0, self.share)
 
 
-def hot_spot(labels: ArrayLike, ahead: int) -> HotSpot:
+def hot_spot(labels: ArrayLike, ahead: int) -> PeakReads:
     """The label that is most above its share in any `ahead` consecutive reads.
 
     Args:
@@ -217,4 +217,4 @@ def hot_spot(labels: ArrayLike, ahead: int) -> HotSpot:
     most = np.searchsorted(at, at + run) - np.arange(num_reads)
     share = np.bincount(label)[label] * (run / num_reads)
     worst = int(np.argmax(most - share))
-    return HotSpot(int(label[worst]), int(most[worst]), float(share[worst]), run)
+    return PeakReads(int(label[worst]), int(most[worst]), float(share[worst]), run)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.engines import run_all
+from dataflow.executors import run_all
 from dataflow.progress.bar import ProgressBar
 from dataflow.sources.indexing import index
 from dataflow.sources.listing.claims import Listing, SourceArguments, looked_again, resolve

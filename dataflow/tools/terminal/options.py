@@ -400,7 +400,7 @@ class EngineArguments:
                 raise click.UsageError(f"{what} for an engine: name it with --on")
             yield None
             return
-        from dataflow.engines import engine
+        from dataflow.executors import engine
 
         with engine(self.on, workers=self.workers, options=self.engine_options, say=click.echo) as executor:
             yield executor

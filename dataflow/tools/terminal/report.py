@@ -86,7 +86,7 @@ Part = str | Sentence | Table | Drawing
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class ReportSummary:
     """The meaning of a report in one sentence, and what to do in another."""
 
     text: str
@@ -115,7 +115,7 @@ class Page:
     parts: Sequence[Part] = field(default=())
     """In order. Drawings are shown on pages and pictures only."""
     _: KW_ONLY
-    verdict: Verdict | None = None
+    verdict: ReportSummary | None = None
     rows: Sequence[Mapping[str, Any]] = field(default=())
     """The measurements of the CSV file: a row each, all with the same columns."""
 

@@ -34,7 +34,7 @@ Key = tuple[str, int, int]
 """Host, process id and start of a process."""
 
 
-class Pages(NamedTuple):
+class StatusHistory(NamedTuple):
     """The last pages of a process, as they were read, the newest last."""
 
     records: tuple[TrainingRecord, ...]
@@ -110,7 +110,7 @@ class RecentSteps:
         self.longest_s = 0.0
         """Seconds of the longest step, on average of a reading."""
 
-    def add(self, processes: Sequence[Pages]) -> None:
+    def add(self, processes: Sequence[StatusHistory]) -> None:
         """Take the steps between the last two pages of all ranks, once each of them has written a new one."""
         fresh = {key_of(pages.now): pages for pages in processes if pages.last is not None}
         if not fresh or any(self._since.get(key) == pages.now.written_at for key, pages in fresh.items()):
@@ -146,7 +146,7 @@ class RecentSteps:
         }
 
 
-def _steps_of(pages: Pages) -> StepRecord | None:
+def _steps_of(pages: StatusHistory) -> StepRecord | None:
     """Return the record of a rank between its last two pages, as one step; None where none has ended."""
     assert pages.last is not None
     old_schedules = {one.loader: one for one in pages.last.schedules}
@@ -179,7 +179,10 @@ def _schedule_steps(before: ScheduleRecord, now: ScheduleRecord) -> StepTimes:
 
 
 def _record(
-    pages: Pages, loader: LoaderRecord | None, steps: StepTimes, schedule: ScheduleRecord | None = None
+    pages: StatusHistory,
+    loader: LoaderRecord | None,
+    steps: StepTimes,
+    schedule: ScheduleRecord | None = None,
 ) -> StepRecord:
     now = pages.now
     return StepRecord(

@@ -22,8 +22,8 @@ from dataflow.tools.top.sources import FigureSource, Reading
 from dataflow.tools.top.steps import (
     MOST_PAGES,
     Key,
-    Pages,
     RecentSteps,
+    StatusHistory,
     growth,
     key_of,
     numbers_in,
@@ -156,7 +156,7 @@ class Follower:
     ) -> None:
         self._source, self._now, self._wall = source, now, wall
         self._lock = threading.Lock()  # guards what follows
-        self._pages: dict[Key, Pages] = {}
+        self._pages: dict[Key, StatusHistory] = {}
         self._steps: dict[str, RecentSteps] = {}
         self._view = TopView(at=0.0, trainings=())
         self._looked_s = -math.inf
@@ -189,7 +189,7 @@ class Follower:
         alive = {one.job for one in reading.records if one.is_alive}
         wanted = [one for one in reading.records if one.job in alive or key_of(one) in self._pages]
         self._pages = {key_of(one): self._with_newest(one) for one in wanted}
-        jobs: dict[str, list[Pages]] = {}
+        jobs: dict[str, list[StatusHistory]] = {}
         for pages in self._pages.values():
             jobs.setdefault(pages.now.job, []).append(pages)
         self._steps = {job: self._steps.get(job) or RecentSteps() for job in jobs}
@@ -200,15 +200,15 @@ class Follower:
             notes=tuple(reading.notes),
         )
 
-    def _with_newest(self, record: TrainingRecord) -> Pages:
+    def _with_newest(self, record: TrainingRecord) -> StatusHistory:
         old = self._pages.get(key_of(record))
         if old is None:
-            return Pages((record,), self._now())
+            return StatusHistory((record,), self._now())
         if record.written_at == old.now.written_at:
             return old._replace(records=(*old.records[:-1], record))
-        return Pages((*old.records[1 - MOST_PAGES :], record), self._now())
+        return StatusHistory((*old.records[1 - MOST_PAGES :], record), self._now())
 
-    def _training(self, job: str, processes: Sequence[Pages]) -> TrainingView:
+    def _training(self, job: str, processes: Sequence[StatusHistory]) -> TrainingView:
         processes = sorted(processes, key=lambda pages: pages.now.rank)
         first = processes[0].now
         rows = tuple(row for pages in processes for row in loader_rows(pages))
@@ -230,7 +230,7 @@ class Follower:
             decisions=tuple(_decisions(processes)),
         )
 
-    def _state(self, processes: Sequence[Pages]) -> tuple[str, str]:
+    def _state(self, processes: Sequence[StatusHistory]) -> tuple[str, str]:
         gone = [pages.now for pages in processes if not pages.now.is_alive]
         died = [one for one in gone if one.state == "died"]
         if len(gone) == len(processes):
@@ -270,7 +270,7 @@ def duration_text(seconds: float) -> str:
 # ---- rates ------------------------------------------------------------------------------------------------
 
 
-def loader_rows(pages: Pages) -> Iterator[LoaderRow]:
+def loader_rows(pages: StatusHistory) -> Iterator[LoaderRow]:
     """Yield the loaders of a process that have begun, those that run first."""
     loaders = [one for one in pages.now.loaders if one.began_at and one.state != "closed"]
     for one in sorted(loaders, key=lambda one: (one.state != "running", one.role, one.name)):
@@ -322,7 +322,7 @@ def _row(host: str, before: LoaderRecord | None, now: LoaderRecord, times: Loade
 # ---- decisions ------------------------------------------------------------------------------------------
 
 
-def _decisions(processes: Sequence[Pages]) -> Iterator[DecisionRow]:
+def _decisions(processes: Sequence[StatusHistory]) -> Iterator[DecisionRow]:
     """Yield the last decisions, the newest first, those that ranks have in common once."""
     found: dict[tuple[str, str, str, str], tuple[StatusDecision, list[int]]] = {}
     for pages in processes:

@@ -7,10 +7,10 @@ from typing import Any
 
 from dataflow.tables import bytes_text, counted, number_text
 from dataflow.telemetry.timing.bottleneck import Bottleneck, Bound
+from dataflow.telemetry.timing.data_stall_report import gain_verdict, rounds_differ
 from dataflow.telemetry.timing.diagnosis import cure_of, diagnose
-from dataflow.telemetry.timing.headspace_report import gain_verdict, rounds_differ
 from dataflow.telemetry.timing.shares import WORTH
-from dataflow.tools.terminal.report import Verdict
+from dataflow.tools.terminal.report import ReportSummary
 from dataflow.tools.verdicts.storage import FAR, FEW, SHORT_S, Answer
 
 SAME = 0.05
@@ -22,12 +22,12 @@ _BOTH = "Take a faster store or a cache on local disks (cache=), and more cores 
 _COMPETE = "Give loading more cores: its parts are fast enough alone, and share them."
 
 
-def loader_verdict(figures: Mapping[str, Any]) -> Verdict:
+def loader_verdict(figures: Mapping[str, Any]) -> ReportSummary:
     """The verdict on the figures of `dataflow bench loader`."""
     if figures["need"] is not None:
         return _answer(figures)
     if short := _short(figures, "training"):
-        return Verdict(text=f"Too short to tell what holds this training up: {short}.", advice=_LONGER)
+        return ReportSummary(text=f"Too short to tell what holds this training up: {short}.", advice=_LONGER)
     headspace, saved = figures["headspace"], figures["bottleneck"]
     found = {name: saved[name] for name in ("bound", "predicted", "gains", "reason")}
     diagnosis = diagnose(Bottleneck(**found, cores_used=figures["rates_samples_per_s"]["cores_used"]))
@@ -35,12 +35,12 @@ def loader_verdict(figures: Mapping[str, Any]) -> Verdict:
     because = f"{diagnosis.verdict}{_from_memory(figures)}"
     if rounds_differ(gain, headspace["replayed"]["slowest"], headspace["live"]["usual"]):
         text = f"Rounds of steps differ by more than a perfect loader would gain ({gain:.2f}x); {because}."
-        return Verdict(text=text, advice=f"{_LONGER[:-1]}, and on an idle machine.")
+        return ReportSummary(text=text, advice=f"{_LONGER[:-1]}, and on an idle machine.")
     said = gain_verdict(gain)
-    return Verdict(text=f"{said[0].upper()}{said[1:]}; {because}.", advice=diagnosis.action)
+    return ReportSummary(text=f"{said[0].upper()}{said[1:]}; {because}.", advice=diagnosis.action)
 
 
-def _answer(figures: Mapping[str, Any]) -> Verdict:
+def _answer(figures: Mapping[str, Any]) -> ReportSummary:
     need, rates = figures["need"], figures["rates_samples_per_s"]
     wanted, rate = need["samples_per_s"], rates["loader"]
     answer, why, advice = _judged(figures, wanted)
@@ -60,7 +60,7 @@ def _answer(figures: Mapping[str, Any]) -> Verdict:
             f"{advice[:-1]}; steps of {figures['asked']['compute_ms']:g} ms allow only "
             f"{rates['compute']:,.0f} samples/s, as the needed rate leaves {needed_ms:.3g} ms."
         )
-    return Verdict(text=text, advice=advice, answer=answer, margin=rate / wanted)
+    return ReportSummary(text=text, advice=advice, answer=answer, margin=rate / wanted)
 
 
 def _judged(figures: Mapping[str, Any], wanted: float) -> tuple[Answer, str, str]:
@@ -136,7 +136,7 @@ def _from_memory(figures: Mapping[str, Any]) -> str:
 # ---- compare --------------------------------------------------------------------------------------------
 
 
-def comparison_verdict(figures: Mapping[str, Any]) -> Verdict:
+def comparison_verdict(figures: Mapping[str, Any]) -> ReportSummary:
     """The verdict on the figures of `dataflow bench compare`."""
     ours, theirs = (
         max((one for one in figures["contestants"] if one["whose"] == whose), key=_median)
@@ -146,15 +146,15 @@ def comparison_verdict(figures: Mapping[str, Any]) -> Verdict:
     asked, ratio = figures["asked"], _median(ours) / _median(theirs)
     if asked["seconds"] < SHORT_S:
         text = f"Too short to tell ({asked['seconds']:g} s a run): {text}"
-        return Verdict(text=f"{text}.", advice="Measure longer: --seconds 3 or more.")
+        return ReportSummary(text=f"{text}.", advice="Measure longer: --seconds 3 or more.")
     if asked["repeats"] < 2:
-        return Verdict(
+        return ReportSummary(
             text=f"By one run each, {text}.", advice="Repeat: --repeats 3 tells how far runs differ."
         )
     a, b = _rates(ours), _rates(theirs)
     if abs(ratio - 1) > SAME and min(a) <= max(b) and min(b) <= max(a):
         text = f"Too close to tell, as the ranges of the single runs overlap: {text}"
-        return Verdict(
+        return ReportSummary(
             text=f"{text}.", advice="Measure on an idle machine, with more --repeats or --seconds."
         )
     if ratio < 1 - SAME:
@@ -165,7 +165,7 @@ def comparison_verdict(figures: Mapping[str, Any]) -> Verdict:
         advice = "Train with dataflow.DataLoader(dataset, ...), and leave num_workers out."
     else:
         advice = f"Train with dataflow.DataLoader(..., num_workers={ours['workers']})."
-    return Verdict(text=f"{text}.", advice=advice)
+    return ReportSummary(text=f"{text}.", advice=advice)
 
 
 def comparison_text(ours: str, rate: float, theirs: str, other: float) -> str:

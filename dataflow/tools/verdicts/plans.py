@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dataflow.tables import bytes_text, number_text
-from dataflow.tools.terminal.report import Verdict
+from dataflow.tools.terminal.report import ReportSummary
 
 _WELL_MIXED = 0.8
 _ACCEPTABLE_DISPERSION = 1.5
@@ -15,7 +15,7 @@ _HOT = 2.0
 _EXPOSED = 0.1
 
 
-def inspection_verdict(figures: Mapping[str, Any]) -> Verdict:
+def inspection_verdict(figures: Mapping[str, Any]) -> ReportSummary:
     """The verdict on the figures of `dataflow inspect`: mixing first, then what is read."""
     plan, full = figures["plan"], figures["full"]
     first, last, total = figures["measured_batches"]
@@ -32,18 +32,22 @@ def inspection_verdict(figures: Mapping[str, Any]) -> Verdict:
     kind = figures["shuffle"]["kind"]
     if kind == "none":
         text = f"Every epoch has the same order, that of the files{sampled}: {facts}."
-        return Verdict(text=text, advice="Train with shuffle=True, unless the order of the files is wanted.")
+        return ReportSummary(
+            text=text, advice="Train with shuffle=True, unless the order of the files is wanted."
+        )
     if labels is not None and labels > _ACCEPTABLE_DISPERSION:
-        return Verdict(text=f"Labels come in runs{sampled}: {facts}.", advice=f"Mix more: {_mix_more(kind)}.")
+        return ReportSummary(
+            text=f"Labels come in runs{sampled}: {facts}.", advice=f"Mix more: {_mix_more(kind)}."
+        )
     is_mixed = share >= _WELL_MIXED or plan["blocks_per_batch"] >= _most_blocks(figures)
     if labels is None and not is_mixed:
         text = f"This plan mixes less than a full shuffle{sampled}: {facts}."
         advice = f"Look at labels (--label COLUMN), and if they come in runs, mix more: {_mix_more(kind)}."
-        return Verdict(text=text, advice=advice)
+        return ReportSummary(text=text, advice=advice)
     how = (
         "This plan mixes about as a full shuffle does" if is_mixed else "Labels are mixed about as by chance"
     )
-    return Verdict(text=f"{how}{sampled}: {facts}.", advice=_of_reads(figures))
+    return ReportSummary(text=f"{how}{sampled}: {facts}.", advice=_of_reads(figures))
 
 
 def _mix_more(kind: str) -> str:
@@ -101,7 +105,7 @@ def _shuffle(asked: Mapping[str, Any]) -> str:
     return f"Shuffle({', '.join([repr(asked['kind']), *given])})"
 
 
-def plan_verdict(figures: Mapping[str, Any]) -> Verdict:
+def plan_verdict(figures: Mapping[str, Any]) -> ReportSummary:
     """The verdict on the figures of `dataflow plan`: a prediction, and says so."""
     asked, plan = figures["asked"], figures["plan"]
     best, ranks = plan["best"], asked["nodes"] * asked["ranks_per_node"]
@@ -113,18 +117,18 @@ def plan_verdict(figures: Mapping[str, Any]) -> Verdict:
     unusable = [doubt for doubt in plan["doubts"] if doubt.startswith("Unusable")]
     if unusable:
         reason, _, cure = unusable[0].partition(": ")[2].partition(". ")
-        return Verdict(text=f"{text}, with a batch that is of no use: {reason}.", advice=cure)
+        return ReportSummary(text=f"{text}, with a batch that is of no use: {reason}.", advice=cure)
     if best["data_wait_s"] > 0:
         rate = bytes_text(best["data_bytes_per_s"])
         advice = f"Read fewer bytes a sample or from a cache on the node: {rate}/s a node are the limit."
-        return Verdict(text=f"{text}.", advice=advice)
+        return ReportSummary(text=f"{text}.", advice=advice)
     advice = (
         f"Accumulate {best['accumulate']} microbatches (a batch of {best['batch']:,}) and reduce by "
         f"{best['algorithm']!r}"
     )
     if best["exposed_s"] > _EXPOSED * best["window_s"]:
         advice += "; fewer --gradient-bits or a faster network would help"
-    return Verdict(text=f"{text}.", advice=f"{advice}.")
+    return ReportSummary(text=f"{text}.", advice=f"{advice}.")
 
 
 def _lost(best: Mapping[str, Any]) -> str:

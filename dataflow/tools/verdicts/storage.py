@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from dataflow.tables import bytes_text, number_text
-from dataflow.tools.terminal.report import Verdict
+from dataflow.tools.terminal.report import ReportSummary
 from dataflow.tools.verdicts.need import wanted_text
 
 SHORT_S = 0.9
@@ -64,7 +64,7 @@ class _Rated:
         return bool(self.case["seconds"] < SHORT_S or few)
 
 
-def storage_verdict(figures: Mapping[str, Any]) -> Verdict:
+def storage_verdict(figures: Mapping[str, Any]) -> ReportSummary:
     """The verdict on the figures of `dataflow bench storage`."""
     rated = [_rated(one, figures["seconds_a_case"]) for one in figures["cases"]]
     rated = [one for one in rated if one.case["case"]["pattern"] == "random"] or rated
@@ -72,27 +72,27 @@ def storage_verdict(figures: Mapping[str, Any]) -> Verdict:
     if figures["need"] is not None:
         return _answer(figures, rated, best)
     if best.is_short():
-        return Verdict(text=f"Too short to tell what this store gives: {_short(best)}.", advice=_LONGER)
+        return ReportSummary(text=f"Too short to tell what this store gives: {_short(best)}.", advice=_LONGER)
     if from_memory := _from_memory(figures, best):
         text = f"What this store gives was not measured, as {from_memory}; {best.reads}, gave"
-        return Verdict(text=f"{text} {bytes_text(best.rate)}/s.", advice=_around(figures))
+        return ReportSummary(text=f"{text} {bytes_text(best.rate)}/s.", advice=_around(figures))
     limit = ", where this client was the limit and not the store" if best.case["client_is_busy"] else ""
     again = _again(figures, best)
     text = f"This store gives {bytes_text(best.rate)}/s by {best.reads}{_slowed(best)}{limit}{again}."
     if best.slowed_from is not None:
-        return Verdict(text=text, advice=_SUSTAINED)
+        return ReportSummary(text=text, advice=_SUSTAINED)
     if best.case["faults"]["throttled"]:
-        return Verdict(text=text, advice=_throttled(best))
+        return ReportSummary(text=text, advice=_throttled(best))
     if best.case["client_is_busy"]:
-        return Verdict(text=text, advice=_more_clients(figures))
+        return ReportSummary(text=text, advice=_more_clients(figures))
     if _grows(best, rated):
-        return Verdict(text=text, advice=_more_in_flight(best))
+        return ReportSummary(text=text, advice=_more_in_flight(best))
     least = _simplest([one for one in rated if one.rate >= _ENOUGH * best.rate])
     share = "" if least is best else f", which gives {least.rate / best.rate:.0%} of that"
-    return Verdict(text=text, advice=_read_by(least, share, "--need RATE says whether it is enough"))
+    return ReportSummary(text=text, advice=_read_by(least, share, "--need RATE says whether it is enough"))
 
 
-def _answer(figures: Mapping[str, Any], rated: Sequence[_Rated], best: _Rated) -> Verdict:
+def _answer(figures: Mapping[str, Any], rated: Sequence[_Rated], best: _Rated) -> ReportSummary:
     need = figures["need"]
     wanted = need["bytes_per_s"]
     clear = [one for one in rated if one.low >= wanted and not one.is_short()]
@@ -108,7 +108,7 @@ def _answer(figures: Mapping[str, Any], rated: Sequence[_Rated], best: _Rated) -
         "no": f"No, this store is not fast enough: {fact}{why}.",
         "unknown": f"It cannot be said whether this store is fast enough: {why}; {fact}.",
     }[answer]
-    return Verdict(text=text, advice=advice, answer=answer, margin=margin)
+    return ReportSummary(text=text, advice=advice, answer=answer, margin=margin)
 
 
 def _judged(

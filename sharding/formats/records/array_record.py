@@ -29,7 +29,7 @@ from sharding.core.library import address_of, library
 from sharding.errors import CorruptShardError
 from sharding.formats.records.record_columns import RecordFormat, RecordLearner, Records, footer_of
 from sharding.formats.records.riegeli_blocks import BLOCK, PlainFile, plain_positions, without_headers
-from sharding.formats.records.skeleton import SPARSE_MEAN_BYTES, Skeleton
+from sharding.formats.records.sparse_copy import SPARSE_MEAN_BYTES, SparseCopy
 from sharding.formats.records.wire import (
     SPAN,
     VARINT,
@@ -220,7 +220,7 @@ def _sparse_records(
 ) -> Records:
     """The records of chunks: of those that are not compressed, only what says what they hold is read."""
     bounds = plain_positions(starts)
-    run = Skeleton(PlainFile(file), int(bounds[0]), int(bounds[-1] - bounds[0]))
+    run = SparseCopy(PlainFile(file), int(bounds[0]), int(bounds[-1] - bounds[0]))
     at = bounds[:-1] - bounds[0]
     for first, end in zip(at.tolist(), [*at[1:].tolist(), len(run.data)], strict=True):
         body = first + _HEADER + 1

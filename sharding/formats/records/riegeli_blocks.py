@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sharding.formats.records.skeleton import ReadableFile
+from sharding.formats.records.sparse_copy import ReadableFile
 from sharding.spans import Bytes, Ints
 
 BLOCK = 1 << 16

@@ -29,7 +29,7 @@ from sharding.formats.records.record_columns import (
     footer_of,
     footer_value,
 )
-from sharding.formats.records.skeleton import SPARSE_MEAN_BYTES, Skeleton
+from sharding.formats.records.sparse_copy import SPARSE_MEAN_BYTES, SparseCopy
 from sharding.spans import Bytes, Ints, numbers_at
 
 _HEADER = struct.Struct("<QI")
@@ -215,7 +215,11 @@ class _RunReader:
     def _sparse_run(self, offset: int, learner: RecordLearner) -> Records | None:
         """A run of records of which only what says what they hold is read; None: there are no more."""
         left = self._file.seek(0, io.SEEK_END) - offset
-        run, at, found = Skeleton(self._file, offset, min(left, self._run_bytes)), 0, list[tuple[int, int]]()
+        run, at, found = (
+            SparseCopy(self._file, offset, min(left, self._run_bytes)),
+            0,
+            list[tuple[int, int]](),
+        )
         while at < len(run.data):
             stop = at + _HEADER.size
             if stop <= len(run.data):
@@ -227,7 +231,7 @@ class _RunReader:
             if stop > len(run.data):
                 if found:
                     break
-                run = Skeleton(self._file, offset, stop)
+                run = SparseCopy(self._file, offset, stop)
                 continue
             if learner.looks_into_records:
                 run.need_structure(at + _HEADER.size, stop - _CRC_BYTES)

@@ -332,7 +332,7 @@ def test_rows_of_samples_that_are_measured_while_they_are_made_are_accounted_for
         assert (report.end, report.epochs[0][:3]) == (num, (0, 60, 60))
 
 
-def test_numbers_of_samples_that_are_measured_are_looked_up_once_a_megabatch(
+def test_numbers_of_samples_that_are_measured_are_looked_up_once_a_packing_window(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch has samples of many windows, each of which would be shuffled again for every batch."""
@@ -371,7 +371,7 @@ class Doubled:
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("skip", [(), [(2, 4), (9, 11)]])
 @pytest.mark.filterwarnings("ignore:lengths are measured as samples are made:UserWarning")
-def test_rows_that_are_planned_megabatch_by_megabatch_are_accounted_for(
+def test_rows_that_are_planned_packing_window_by_packing_window_are_accounted_for(
     folder: Path, own_cache: None, num_workers: int, skip: Any
 ) -> None:
     def dataset() -> ShardedDataset:

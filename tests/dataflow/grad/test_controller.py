@@ -17,7 +17,7 @@ from controller_kit import COMPRESSION, JOBS, Run, best_static, controlled, fixe
 from dataflow.grad.adapt.controller import Controller, Measurement
 from dataflow.grad.adapt.options import Adapt, Tunable, allowed, with_options
 from dataflow.grad.gate import GateMode
-from dataflow.grad.negotiation import Control, measured_by_all
+from dataflow.grad.negotiation import WindowControl, measured_by_all
 from dataflow.grad.step import joined, merged_batches
 from dataflow.grad.strategies import Half, Int8, LocalSGD
 from dataflow.grad.strategies.all_reduce import AllReduce
@@ -304,7 +304,7 @@ def test_only_what_counts_is_merged_and_a_single_batch_is_left_as_it_is() -> Non
 
 def test_a_state_of_an_earlier_release_is_refused_with_what_to_do() -> None:
     """There the controller kept a list for each thing that it knows of its settings."""
-    control = Control(allowed(None, AllReduce(), 4, ways=WAYS), AllReduce())
+    control = WindowControl(allowed(None, AllReduce(), 4, ways=WAYS), AllReduce())
     state = json.loads(json.dumps(control.state_dict()))
     control.load_state_dict(state)
     controller = {name: value for name, value in state["controller"].items() if name != "settings"}

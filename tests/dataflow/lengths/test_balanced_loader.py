@@ -219,7 +219,7 @@ def test_ranks_have_like_costs_and_resume_on_other_ranks(shards: str, kind: type
     rows, costs, state, figure = of_world(shards, kind, 2)
     assert Counter(token for token in chain(*rows) if token).keys() == {*range(1, N + 1)}
     assert any(not any(step) for step in costs)
-    assert sum(0 in step and any(step) for step in costs) <= 2  # one at most in a megabatch
+    assert sum(0 in step and any(step) for step in costs) <= 2  # one at most in a packing window
     assert 1.0 < figure < 1.3
     paid = [max(step) / (sum(step) / 2) for step in costs if any(step)]
     assert figure == pytest.approx(sum(paid) / len(paid))

@@ -21,7 +21,7 @@ from prefetch.errors import MemoryLimitError
 from sharding.errors import SampleError
 from sharding.lengths.batching import Batching
 from sharding.lengths.unit_plan import UnitPlanner
-from sharding.lengths.units import megabatch_bounds
+from sharding.lengths.units import packing_window_bounds
 from sharding.order.order import Order
 
 FORMATS = {
@@ -181,13 +181,13 @@ def test_a_renamed_column_and_lengths_of_another_column(made: Make) -> None:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", BATCHINGS)
-def test_megabatches_that_grow_hold_what_the_plan_says_and_a_state_resumes_in_any(
+def test_packing_windows_that_grow_hold_what_the_plan_says_and_a_state_resumes_in_any(
     tmp_path: Path, kind: str
 ) -> None:
-    """The first megabatch has 1024 samples, and the next one twice as many."""
+    """The first packing window has 1024 samples, and the next one twice as many."""
     data, plain = make_megatron(tmp_path, 1100), BATCHINGS[kind]("tokens")
     batching = type(plain)(**{**vars(plain), "window": 4096})
-    assert megabatch_bounds(1100, 4096).tolist() == [0, 1024, 1100]
+    assert packing_window_bounds(1100, 4096).tolist() == [0, 1024, 1100]
     with loader_of(data, batching, shuffle=Shuffle("window", 200)) as loader:
         whole = delivered(loader)
         assert whole == expected(loader, data)

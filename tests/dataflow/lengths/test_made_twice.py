@@ -28,7 +28,7 @@ from sharding.errors import SampleError
 
 BATCHING = Packed(32, columns=["tokens"], whole=["pixels"], overlong="error", window=40)
 ROWS, SMALL, LARGE = 20, 1 << 21, 1 << 30
-"""Rows of 1,000 pixels; limits with room for half of a megabatch's samples, and for all."""
+"""Rows of 1,000 pixels; limits with room for half of a packing window's samples, and for all."""
 
 
 @pytest.fixture

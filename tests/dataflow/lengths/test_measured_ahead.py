@@ -1,4 +1,4 @@
-"""Batches by length that a transform's `measure` plans megabatch by megabatch, before any sample is made."""
+"""Batches by length that a transform's `measure` plans window by window, before any sample is made."""
 
 from __future__ import annotations
 
@@ -398,7 +398,7 @@ def test_lengths_of_a_run_that_ended_early_serve_the_next(folder: Path) -> None:
         assert len(loader) == 15 + rest
 
 
-def test_a_megabatch_is_as_large_as_where_lengths_are_stored(folder: Path) -> None:
+def test_a_packing_window_is_as_large_as_where_lengths_are_stored(folder: Path) -> None:
     """Nothing is made again where a run goes on inside it."""
     with loader_of(folder, replace(SHORT, window=None), Measured()) as loader:
         assert np.sum(IN_FILES) > 0
@@ -406,7 +406,7 @@ def test_a_megabatch_is_as_large_as_where_lengths_are_stored(folder: Path) -> No
 
 
 def test_no_window_waits_for_a_sample_that_was_left_out() -> None:
-    sequence = UnitSequence(TokenBudget(48, window=40), 40, lambda megabatch: None)
+    sequence = UnitSequence(TokenBudget(48, window=40), 40, lambda packing_window: None)
     sequence.keep_lengths()
     sequence.add(0, np.array([LEFT_OUT if i == 7 else 5 for i in range(40)]))
     order: Any = None

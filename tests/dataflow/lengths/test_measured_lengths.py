@@ -29,7 +29,7 @@ from dataflow.batch.packed import PackedRows
 from dataflow.tools.cli import main
 from sharding.errors import DataflowError, SampleError
 from sharding.lengths.batching import Batching
-from sharding.lengths.measuring import makers
+from sharding.lengths.measuring import producers
 from sharding.lengths.unit_plan import UnitSequence
 from sharding.lengths.units import units_key
 from sharding.order.order import Order
@@ -99,7 +99,7 @@ def loader_of(folder: Path, batching: Batching, transform: Any = tokens_of, **op
 
 
 def units_of(loader: DataLoader, epoch: int = 0) -> list[list[list[int]]]:
-    """Of every unit the pieces' tokens: every document is made, and each megabatch planned alone."""
+    """Of every unit the pieces' tokens: every document is made, and each packing window planned alone."""
     dataset = loader.dataset
     order = Order(dataset.catalog.blocks.num_samples, loader.shuffle, seed=loader.seed, epoch=epoch)
     in_files = [i for shard in range(3) for i in range(shard, len(dataset), 3)]
@@ -108,15 +108,15 @@ def units_of(loader: DataLoader, epoch: int = 0) -> list[list[list[int]]]:
 
 
 def planned(loader: DataLoader, documents: list[list[int]], epoch: int) -> list[list[list[int]]]:
-    """The units of documents in an epoch's order: each megabatch alone."""
+    """The units of documents in an epoch's order: each packing window alone."""
     batching = loader.batching
     assert batching is not None
     key_of = units_key(loader.seed, epoch, shuffled=loader.shuffle.kind != "none")
     sequence = UnitSequence(batching, len(documents), key_of)
     out = []
-    for megabatch in range(sequence.num_megabatches):
-        first, end = sequence.bounds[megabatch : megabatch + 2].tolist()
-        units = sequence.cut(megabatch, np.array([len(d) for d in documents[first:end]]))
+    for packing_window in range(sequence.num_packing_windows):
+        first, end = sequence.bounds[packing_window : packing_window + 2].tolist()
+        units = sequence.cut(packing_window, np.array([len(d) for d in documents[first:end]]))
         columns = zip(units.segments.position, units.segments.begin, units.segments.length, strict=True)
         pieces = [documents[first + p][b : b + n] for p, b, n in columns]
         out += [pieces[a:b] for a, b in zip(units.first[:-1], units.first[1:], strict=True)]
@@ -193,7 +193,7 @@ def test_columns_cut_alike_lie_place_by_place(folder: Path) -> None:
 # ---- states -------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_loader_makes_no_sample_before_its_megabatch(folder: Path) -> None:
+def test_a_resumed_loader_makes_no_sample_before_its_packing_window(folder: Path) -> None:
     with loader_of(folder, BATCHINGS["packed"]()) as loader:
         num = len(list(loader))
         loader.set_epoch(0)
@@ -332,12 +332,12 @@ def fails_on_one_rank(folder: Path, number: int) -> str:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("place", [0, 100, 150, 205])
 def test_all_ranks_end_when_one_cannot_make_a_sample(folder: Path, place: int) -> None:
-    """Whether that shows while the first megabatch is made, or a later one beside batches."""
+    """Whether that shows while the first packing window is made, or a later one beside batches."""
     with loader_of(folder, BATCHINGS["packed"]()) as loader:
         order = Order(loader.dataset.catalog.blocks.num_samples, loader.shuffle, seed=5, epoch=0)
-    bounds = UnitSequence(Packed(16, window=40), NUM_DOCUMENTS, lambda megabatch: None).bounds
+    bounds = UnitSequence(Packed(16, window=40), NUM_DOCUMENTS, lambda packing_window: None).bounds
     first = int(bounds[bounds <= place][-1])
-    of_one = first + np.flatnonzero(makers(first, min(first + 40, NUM_DOCUMENTS), order.num_lanes, 2) == 1)
+    of_one = first + np.flatnonzero(producers(first, min(first + 40, NUM_DOCUMENTS), order.num_lanes, 2) == 1)
     in_files = [i for shard in range(3) for i in range(shard, NUM_DOCUMENTS, 3)]
     number = in_files[int(order.samples(of_one[:1])[0])]
     other, own = fast_ranks(fails_on_one_rank, 2, args=(folder, number), timeout_s=60)
@@ -518,7 +518,7 @@ def test_a_resumed_loader_of_known_lengths_makes_only_what_comes(folder: Path) -
         assert sum(tokens.made.values()) == sum(map(len, chain(*whole[cut:])))
 
 
-def test_text_alone_is_made_by_the_megabatch_where_its_lengths_are_known(folder: Path) -> None:
+def test_text_alone_is_made_by_the_packing_window_where_its_lengths_are_known(folder: Path) -> None:
     tokens = MarkedTokens()
     with loader_of(folder, replace(LONG_ROWS, lengths=known(folder)), tokens) as loader:
         rows = segments_of(next(iter(loader))["tokens"])

@@ -131,7 +131,9 @@ def test_no_document_is_lost_or_torn_and_no_source_begins_anew(
 
 @pytest.mark.parametrize("kind", ["known", "found"])
 @pytest.mark.parametrize("shares", ["samples", "tokens"])
-def test_what_is_planned_after_the_megabatch_has_the_new_shares(folder: Path, kind: str, shares: Any) -> None:
+def test_what_is_planned_after_the_packing_window_has_the_new_shares(
+    folder: Path, kind: str, shares: Any
+) -> None:
     mixture = mixture_of(folder, kind, shares=shares, stop="all")
     with loader_of(mixture, batch_size=1) as loader:
         batches = run(loader, {2: [0, 0, 1]}, epochs=1)
@@ -140,8 +142,8 @@ def test_what_is_planned_after_the_megabatch_has_the_new_shares(folder: Path, ki
     assert int(since[1]) > 0
     sources = [{token // 1000 for token in chain(*batch) if token} for batch in batches]
     last_old = max(at for at, found in enumerate(sources) if found - {3})
-    of_two_megabatches = 2 * WINDOW * max(length("b", n) for n in range(SIZES["b"])) / 24
-    assert 1 <= last_old < of_two_megabatches
+    of_two_packing_windows = 2 * WINDOW * max(length("b", n) for n in range(SIZES["b"])) / 24
+    assert 1 <= last_old < of_two_packing_windows
     assert sources[last_old + 1 :]
     assert all(found == {3} for found in sources[last_old + 1 :])
 

@@ -49,8 +49,8 @@ from dataflow.testing import run_ranks
 from dataflow.text.chat_template import ChatText
 from dataflow.text.tokenizer import TokenizerFile
 from dataflow.tools.bench.settings import BenchDataset
+from dataflow.tools.estimate.measure import Point, fit
 from dataflow.tools.inspect.read_cost import hot_spot
-from dataflow.tools.plan.measure import Point, fit
 from dataflow.tools.terminal.indexing import index_source
 from sharding.errors import CorruptShardError, ShardReadError
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dataflow.planning.length_aware import megabatch_bytes
+from dataflow.planning.length_aware import packing_window_bytes
 from dataflow.stream.read_ahead import choose_read_ahead
 from prefetch.control.depth import Observation, fixed_depth
 
@@ -47,13 +47,13 @@ def test_three_chunks_are_held_ready_at_least(depth: int, batches: int) -> None:
     assert ahead.depth(NOTHING_YET).value == batches
 
 
-def test_megabatches_depend_on_the_limit_that_was_given_never_on_the_machine() -> None:
-    assert megabatch_bytes(None) == 128 * MIB
-    assert megabatch_bytes(80 * MIB) == 10 * MIB
+def test_packing_windows_depend_on_the_limit_that_was_given_never_on_the_machine() -> None:
+    assert packing_window_bytes(None) == 128 * MIB
+    assert packing_window_bytes(80 * MIB) == 10 * MIB
 
 
-def test_builders_share_a_megabatch_whose_lengths_they_find() -> None:
-    ahead = choose_read_ahead(1 << 30, batch_bytes=50_000, is_local=True, batch_samples=128, num_makers=8)
+def test_builders_share_a_packing_window_whose_lengths_they_find() -> None:
+    ahead = choose_read_ahead(1 << 30, batch_bytes=50_000, is_local=True, batch_samples=128, num_producers=8)
     assert ahead.batches_per_chunk == 2
     assert ahead.depth(NOTHING_YET).value >= 2 * 8 * 2
 

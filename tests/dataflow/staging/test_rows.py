@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from dataflow import ShardedDataset
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, Randomness
+from dataflow.staging.block_source import BlockSource
 from dataflow.staging.reading import ReadWindow
 from dataflow.staging.rows import (
     OpenRows,
@@ -26,7 +27,6 @@ from dataflow.staging.rows import (
     counted_through,
     open_rows,
 )
-from dataflow.staging.source import Source
 from dataflow.staging.window import RowFraction, StagedWindow
 from prefetch.memory.arena import Arena
 from prefetch.memory.guards import FileGuards
@@ -201,13 +201,13 @@ def test_values_in_a_mapped_block_whose_file_is_cut_are_an_error(
         window.verify()
 
 
-def shared_source(tmp_path: Path, fails: int = 0) -> tuple[Source, CountedReader, Made]:
+def shared_source(tmp_path: Path, fails: int = 0) -> tuple[BlockSource, CountedReader, Made]:
     made = make_parquet(tmp_path)
     reader = CountedReader(fails)
     return replace(made.open().source(is_awaited=True), reader=reader), reader, made
 
 
-def opened_twice(source: Source, rows: RowReader) -> list[OpenRows]:
+def opened_twice(source: BlockSource, rows: RowReader) -> list[OpenRows]:
     """The first rows of two blocks, for two who need them."""
     every = np.arange(2)
     return [rows.open(source, every, every, np.zeros(2, np.int64), every, share="few") for _ in range(2)]

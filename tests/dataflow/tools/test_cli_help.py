@@ -12,9 +12,9 @@ import pytest
 from test_cli_page import commands_of
 
 from dataflow.tools.cli import main
-from dataflow.tools.plan.measure import main as measure
+from dataflow.tools.estimate.measure import main as measure
 
-MEASURE = "torchrun ... -m dataflow.tools.plan.measure"
+MEASURE = "torchrun ... -m dataflow.tools.estimate.measure"
 COMMANDS = dict([*commands_of(main, "dataflow"), (MEASURE, measure)])
 NUMBERS = {"integer range", "float range", "integer", "size", "number", "counts"}
 """Names of click's types and ours that are numbers."""
@@ -86,7 +86,7 @@ def test_a_command_teaches_by_what_it_answers_and_by_examples_with_its_own_optio
     assert title == "Examples:"
     known = {flag for param in command.params for flag in param.opts}
     for line in lines:
-        own = line.partition(" -- ")[0].partition(" -m dataflow.tools.plan.measure")
+        own = line.partition(" -- ")[0].partition(" -m dataflow.tools.estimate.measure")
         words = shlex.split(own[2] or own[0], comments=False)
         assert {word for word in words if word.startswith("--")} <= known, line
         assert line.strip().startswith((name, "torchrun"))

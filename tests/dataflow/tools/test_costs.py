@@ -15,8 +15,8 @@ from hypothesis import given, strategies as st
 
 from dataflow.testing import run_ranks
 from dataflow.tools.cli import main
-from dataflow.tools.plan.cluster import Cluster, Link, Load, Round
-from dataflow.tools.plan.collectives import (
+from dataflow.tools.estimate.cluster import Cluster, Link, Load, Round
+from dataflow.tools.estimate.collectives import (
     Rounds,
     all_reduces,
     halving_doubling,
@@ -26,7 +26,7 @@ from dataflow.tools.plan.collectives import (
     ring,
     tree,
 )
-from dataflow.tools.plan.measure import (
+from dataflow.tools.estimate.measure import (
     Point,
     fit,
     load_link,
@@ -35,9 +35,9 @@ from dataflow.tools.plan.measure import (
     seconds,
     time_all_reduce,
 )
-from dataflow.tools.plan.plan import Prices, expenses, make_plan, placements
-from dataflow.tools.plan.settings import PlanSettings
-from dataflow.tools.plan.step import StepWork, batch_doubts, best_accumulation, exposed_seconds, predict
+from dataflow.tools.estimate.plan import Prices, expenses, make_plan, placements
+from dataflow.tools.estimate.settings import PlanSettings
+from dataflow.tools.estimate.step import StepWork, batch_doubts, best_accumulation, exposed_seconds, predict
 
 NETWORK = Link(latency_s=10e-6, bytes_per_s=1e9)
 FAST = Link(latency_s=1e-6, bytes_per_s=100e9)

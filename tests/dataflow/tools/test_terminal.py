@@ -24,9 +24,9 @@ from dataflow.tools.terminal.options import (
 from dataflow.tools.terminal.report import (
     Drawing,
     Page,
+    ReportSummary,
     Sentence,
     Table,
-    Verdict,
     fail_unless_yes,
     html_of,
     publish,
@@ -130,7 +130,7 @@ def test_drawings_are_on_pages_and_in_pictures(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("answer", ["yes", "no", "unknown"])
 def test_a_verdict_comes_first_and_is_in_the_figures(answer: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    verdict = Verdict(text="It is so.", advice="Do this.", answer=answer, margin=2.0)
+    verdict = ReportSummary(text="It is so.", advice="Do this.", answer=answer, margin=2.0)
     page = replace(PAGE, verdict=verdict, rows=[{"name": "a, b", "MB": 1.5}, {"name": "c", "MB": None}])
     publish(page, ReportFiles())
     assert capsys.readouterr().out.startswith("It is so.\nNext: Do this.\n\nit is [bold]")
@@ -149,10 +149,10 @@ def test_a_verdict_comes_first_and_is_in_the_figures(answer: Any, capsys: pytest
 
 
 def test_a_strict_command_fails_unless_the_answer_is_yes() -> None:
-    fail_unless_yes(replace(PAGE, verdict=Verdict(text="", advice="", answer="yes")))
+    fail_unless_yes(replace(PAGE, verdict=ReportSummary(text="", advice="", answer="yes")))
     for answer in ("no", "unknown"):
         with pytest.raises(click.exceptions.Exit) as left:
-            fail_unless_yes(replace(PAGE, verdict=Verdict(text="", advice="", answer=answer)))
+            fail_unless_yes(replace(PAGE, verdict=ReportSummary(text="", advice="", answer=answer)))
         assert left.value.exit_code == 1
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from programs_kit import run_command
 
-from dataflow.tools.terminal.report import Verdict
+from dataflow.tools.terminal.report import ReportSummary
 from dataflow.tools.verdicts.loading import comparison_verdict, loader_verdict
 from dataflow.tools.verdicts.need import parse_need
 from dataflow.tools.verdicts.plans import inspection_verdict, plan_verdict
@@ -85,7 +85,7 @@ def case(mb_per_s: float, in_flight: int = 4, **values: Any) -> dict[str, Any]:
 
 def storage(
     *cases: dict[str, Any], need: str = "", sample_bytes: float = 1e5, read: str = "direct"
-) -> Verdict:
+) -> ReportSummary:
     figures = {
         "need": parse_need(need).to_json(sample_bytes) if need else None,
         "read": read,
@@ -239,7 +239,7 @@ def rank(count: int = 100, by_quarter: tuple[float, ...] = (10, 10, 10, 10), fro
     return {"steps": steps, "device_bytes": from_disk, "read_bytes": 100, "stats": stats}
 
 
-def loading(need: str = "", ranks: Any = None, **values: Any) -> Verdict:
+def loading(need: str = "", ranks: Any = None, **values: Any) -> ReportSummary:
     """Loading 1,000 samples/s, with parts that reach 5,000 alone."""
     rates = {
         "loader": 1000,
@@ -378,7 +378,7 @@ def test_what_holds_a_training_up_is_the_verdict_where_nothing_is_asked(
 
 def compared(
     ours: list[float], theirs: list[float], workers: int | None = 2, seconds: float = 3.0
-) -> Verdict:
+) -> ReportSummary:
     contestants = [
         {
             "name": whose,
@@ -409,14 +409,14 @@ def compared(
         (compared([200, 210], [100, 90], seconds=0.1), "Too short to tell (0.1 s a run)", "--seconds 3"),
     ],
 )
-def test_the_faster_loader_is_named_if_the_runs_tell(found: Verdict, said: str, advised: str) -> None:
+def test_the_faster_loader_is_named_if_the_runs_tell(found: ReportSummary, said: str, advised: str) -> None:
     assert (said in found.text, advised in found.advice) == (True, True), found
 
 
 # ---- inspect and plan -----------------------------------------------------------------------------------
 
 
-def inspected(kind: str = "window", **plan: Any) -> Verdict:
+def inspected(kind: str = "window", **plan: Any) -> ReportSummary:
     sides = {
         "blocks_per_batch": 60.0,
         "label_dispersion": None,
@@ -476,12 +476,12 @@ HOT = {"prefix": {"ratio": 4.0, "most": 40, "ahead": 100, "name": "bucket/a"}}
     ],
 )
 def test_an_order_is_judged_by_its_mixing_and_then_by_its_reads(
-    found: Verdict, said: str, advised: str
+    found: ReportSummary, said: str, advised: str
 ) -> None:
     assert (said in found.text, advised in found.advice) == (True, True), found
 
 
-def planned(doubts: tuple[str, ...] = (), **best: Any) -> Verdict:
+def planned(doubts: tuple[str, ...] = (), **best: Any) -> ReportSummary:
     step = {
         "algorithm": "ring",
         "accumulate": 3,
@@ -517,7 +517,7 @@ def planned(doubts: tuple[str, ...] = (), **best: Any) -> Verdict:
         ),
     ],
 )
-def test_a_plan_says_that_it_is_a_prediction(found: Verdict, said: str, advised: str) -> None:
+def test_a_plan_says_that_it_is_a_prediction(found: ReportSummary, said: str, advised: str) -> None:
     assert (said in found.text, advised in found.advice) == (True, True), found
 
 

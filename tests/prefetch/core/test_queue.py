@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from plain_core import copied
 
 from prefetch.core.copy_table import COLUMN_ALIGN, JobPlan, PlanColumn
-from prefetch.core.executor import executor
+from prefetch.core.kernels import kernels
 from prefetch.core.queue import CopyQueue, JobAnswer, SubmittedPlan
-from tests.prefetch.core.test_executor import BASE, CONTENT, PAGE, columns, int64
+from tests.prefetch.core.test_kernels import BASE, CONTENT, PAGE, columns, int64
 
 TIMEOUT_S = 30
 Open = Callable[[int], CopyQueue]
@@ -33,7 +33,7 @@ def opened() -> Iterator[Open]:
     queues = []
 
     def open_queue(num_threads: int) -> CopyQueue:
-        queues.append(executor().open_queue(num_threads))
+        queues.append(kernels().open_queue(num_threads))
         return queues[-1]
 
     yield open_queue
@@ -74,7 +74,7 @@ def value(start: int, each: int = 8) -> bytes:
 
 @given(data=st.data(), num_threads=st.sampled_from([0, 1, 3]))
 def test_jobs_hold_what_the_plain_loop_copies(data: st.DataObject, num_threads: int) -> None:
-    queue, plans, whole = executor().open_queue(num_threads), [], []
+    queue, plans, whole = kernels().open_queue(num_threads), [], []
     for number in range(data.draw(st.integers(1, 3))):
         num_rows = data.draw(st.sampled_from([1, 2, 7, 64, 65]))
         placed = [c for c in data.draw(st.lists(columns(num_rows), max_size=3)) if follows(c)]
@@ -148,7 +148,7 @@ def test_threads_that_sleep_are_woken_by_as_many_slots_as_they_have_jobs_for(
     num_jobs: int, wake_at: int
 ) -> None:
     """The test takes no job before all are over, so nobody but the threads makes them."""
-    queue = executor().open_queue(1, wake_at=wake_at)
+    queue = kernels().open_queue(1, wake_at=wake_at)
     starts = [8 * job for job in range(num_jobs)]
     ends = np.arange(1, num_jobs + 1, dtype=np.int64)
     submitted = queue.submit(JobPlan(number=0, columns=[rows_column(starts)], ends=ends))
@@ -259,7 +259,7 @@ def copying_threads() -> set[str]:
 
 def test_threads_of_a_queue_take_no_signals_and_end_with_it() -> None:
     before = copying_threads()
-    queue = executor().open_queue(3)
+    queue = kernels().open_queue(3)
     own = copying_threads() - before
     assert len(own) == queue.num_threads == 3
     for task in own:

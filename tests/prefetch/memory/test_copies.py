@@ -12,7 +12,7 @@ import pytest
 from forked_kit import fork
 
 from prefetch.core.copy_table import JobPlan, PlanColumn
-from prefetch.core.executor import executor
+from prefetch.core.kernels import kernels
 from prefetch.errors import EngineClosedError
 from prefetch.memory.arena import Arena, rounded_bytes
 from prefetch.memory.copies import ChunkCopies, Copies
@@ -59,7 +59,7 @@ class Bench:
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    arena, ledger, queue = Arena(limit_bytes=1 << 30), Ledger(), executor().open_queue(0)
+    arena, ledger, queue = Arena(limit_bytes=1 << 30), Ledger(), kernels().open_queue(0)
     made: Any = {"charge": ledger.charged.append, "give_back": ledger.back.append}
     copies = Copies(queue, arena, lambda _: NoWait(), job_bytes=8, batches_per_job=1, most_slots=3, **made)
     yield Bench(arena, ledger, copies)

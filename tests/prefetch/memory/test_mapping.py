@@ -22,7 +22,7 @@ from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
 from dataflow.decode.values import BadRows, parse_ints
 from dataflow.staging import locator
 from prefetch.core.copy_table import PlanColumn
-from prefetch.core.executor import executor
+from prefetch.core.kernels import kernels
 from prefetch.core.pages import RangeFlag
 from prefetch.memory.guards import FileGuards
 from prefetch.memory.mapping import MappedShard, Mappings, can_map, touch_pages, will_need
@@ -34,7 +34,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 CONTENT = np.random.default_rng(0).integers(0, 256, 8 * PAGE + 100, np.uint8).tobytes()
 
 pytestmark = pytest.mark.skipif(
-    not executor().copies_by_kernel, reason="process_vm_readv is missing or forbidden here"
+    not kernels().copies_by_kernel, reason="process_vm_readv is missing or forbidden here"
 )
 
 
@@ -55,7 +55,7 @@ def copied(mapped: MappedShard, start: int, length: int) -> bytes:
     out = np.zeros(length, np.uint8)
     address = np.array([mapped.address + start])
     column = PlanColumn(name="x", index=address, each=length, out=out, may_load=False)
-    assert not executor().run(1, [column]).any()
+    assert not kernels().run(1, [column]).any()
     return out.tobytes()
 
 
@@ -95,7 +95,7 @@ def test_a_truncated_shard_is_an_error_not_a_signal(shard: Shard) -> None:
     mapped = MappedShard(shard)
     os.truncate(shard.url, 2 * PAGE)
     cut, checked = mapped.entry(PAGE, 4 * PAGE, RangeFlag.AHEAD), mapped.entry(0, PAGE, RangeFlag.CHECK)
-    assert executor().bring(np.array([cut, checked])).tolist() == [errno.EFAULT, -1]
+    assert kernels().bring(np.array([cut, checked])).tolist() == [errno.EFAULT, -1]
     failure = mapped.failure(errno.EFAULT, PAGE)
     assert "truncated" in str(failure)
     assert (failure.shard, failure.offset) == (shard.url, PAGE)
@@ -125,14 +125,14 @@ def test_files_are_checked_and_pages_brought_in(shard: Shard) -> None:
     mapped = MappedShard(shard)
     assert resident_kb() == 0
     mine = mapped.entry(0, 0, RangeFlag.CHECK), mapped.entry(PAGE + 5, 2 * PAGE, 0)
-    assert executor().bring(np.array([mapped.entry(0, len(CONTENT), RangeFlag.KEPT)])).tolist() == [0]
+    assert kernels().bring(np.array([mapped.entry(0, len(CONTENT), RangeFlag.KEPT)])).tolist() == [0]
     assert resident_kb() == 0  # the page cache has them, and that is enough
-    assert executor().bring(np.array(mine)).tolist() == [0, 0]
+    assert kernels().bring(np.array(mine)).tolist() == [0, 0]
     assert resident_kb() >= (3 * PAGE if knows_the_advice() else 0) // 1024  # some bring their neighbours
     os.utime(shard.url, ns=(7, 7))
-    assert executor().bring(np.array(mine)).tolist() == [-1, 0]
+    assert kernels().bring(np.array(mine)).tolist() == [-1, 0]
     os.unlink(shard.url)
-    assert executor().bring(np.array(mine)).tolist() == [-1, 0]
+    assert kernels().bring(np.array(mine)).tolist() == [-1, 0]
 
 
 def test_a_file_whose_version_is_no_time_is_compared_by_its_size(shard: Shard) -> None:

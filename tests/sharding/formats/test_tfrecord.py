@@ -312,8 +312,8 @@ def test_passing_over_byte_strings_finds_the_same(
     content = fixture("tfrecord", f"{name}.tfrecord")
     whole = scan_of(TFRecordFormat(), content, URL, block_bytes)
     monkeypatch.setattr("sharding.formats.records.tfrecord.SPARSE_MEAN_BYTES", 1)
-    monkeypatch.setattr("sharding.formats.records.skeleton.AHEAD_BYTES", 16)
-    monkeypatch.setattr("sharding.formats.records.skeleton._SHORT_BYTES", 2)
+    monkeypatch.setattr("sharding.formats.records.sparse_copy.AHEAD_BYTES", 16)
+    monkeypatch.setattr("sharding.formats.records.sparse_copy._SHORT_BYTES", 2)
     sparse = scan_of(TFRecordFormat(), content, URL, block_bytes)
     assert (sparse.schema, sparse.missing, sparse.index) == (whole.schema, whole.missing, whole.index)
     for one, other in (

@@ -93,7 +93,7 @@ def test_chosen_boundaries_share_out_the_elements(lengths, num_buckets):
     assert held.max() <= sum(lengths) / num_buckets + longest + 1
 
 
-def test_a_number_of_buckets_follows_the_lengths_of_each_megabatch():
+def test_a_number_of_buckets_follows_the_lengths_of_each_packing_window():
     for longest in (8, 80):
         lengths = np.arange(1, longest + 1)
         bounds = equal_share_boundaries(lengths, 2)

@@ -126,7 +126,7 @@ def test_it_packs_no_worse_than_first_fit(capacity, seed):
     assert num_rows <= first_fit_rows(lengths.tolist(), capacity)
 
 
-def test_rows_of_a_megabatch_of_a_million_tokens_are_full():
+def test_rows_of_a_packing_window_of_a_million_tokens_are_full():
     for seed in range(3):
         lengths = np.random.default_rng(seed).lognormal(3.6, 1, 16_384).astype(np.int64) + 1
         assert 0.95e6 < lengths.sum() < 1.05e6

@@ -75,7 +75,7 @@ def test_what_is_measured_is_planned_as_what_is_known(drawn, batching):
     planner = planner_of(drawn, batching)
     order = Order([len(drawn)], Shuffle("full"), seed=1, epoch=0)
     known, grown = planner.sequence(order), planner.with_lengths(None).sequence(order)
-    for m in range(known.num_megabatches):
+    for m in range(known.num_packing_windows):
         own = slice(*known.bounds[m : m + 2])
         units = grown.add(m, known.sizes[own])
         assert np.array_equal(units.segments.position, known.units(m).segments.position)

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from sharding.lengths import units as units_module
 from sharding.lengths.batching import Bucketed, Packed, TokenBudget
 from sharding.lengths.unit_plan import UnitPlan, UnitPlanner, UnitSequence, epoch_lengths
-from sharding.lengths.units import MegabatchStart, units_key
+from sharding.lengths.units import PackingWindowStart, units_key
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 
@@ -34,7 +34,7 @@ sample_lengths = st.lists(st.integers(0, 30), min_size=1, max_size=60) | st.list
 @pytest.fixture(autouse=True, scope="module")
 def _small_first_windows():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(units_module, "FIRST_MEGABATCH_SAMPLES", 4)
+        patch.setattr(units_module, "FIRST_PACKING_WINDOW_SAMPLES", 4)
         yield
 
 
@@ -166,7 +166,7 @@ def test_dropping_the_tail_leaves_whole_batches_only(lengths, world_size):
 
 @given(sample_lengths, batchings, worlds)
 def test_in_file_order_units_follow_their_first_samples(lengths, batching, world_size):
-    """In each megabatch; the order alone differs from that of a shuffle."""
+    """In each packing window; the order alone differs from that of a shuffle."""
     made = order, sequence = sequence_of(lengths, batching, order_of(len(lengths), kind="none"))
     units = delivered(plans_of(made, 1, "uneven"))
     short = len(lengths) % batching.sizes_multiple > 0  # comes last in any order
@@ -174,7 +174,7 @@ def test_in_file_order_units_follow_their_first_samples(lengths, batching, world
         own = units[first:end]
         ordered = own[:-1] if short and end == sequence.num_units else own
         assert ordered == sorted(ordered, key=lambda unit: unit[0])
-        assert all(list(unit) == sorted(unit) for unit in own), f"of megabatch {window}"
+        assert all(list(unit) == sorted(unit) for unit in own), f"of packing window {window}"
     key_of = units_key(order.seed, order.epoch, True)
     least = batching.least_samples(sequence.lengths)
     keyed = UnitSequence(batching, len(lengths), key_of, least=least, lengths=sequence.lengths)
@@ -199,24 +199,24 @@ def test_a_range_of_batches_is_its_batches_one_by_one(lengths, batching):
 
 
 @given(sample_lengths, batchings, st.data())
-def test_from_any_megabatch_on_the_units_are_those_of_the_whole_epoch(lengths, batching, data):
-    """A megabatch takes over nothing from those before, whose lengths need not be known."""
+def test_from_any_packing_window_on_the_units_are_those_of_the_whole_epoch(lengths, batching, data):
+    """A packing window takes over nothing from those before, whose lengths need not be known."""
     order, whole = sequence_of(lengths, batching)
-    megabatch = data.draw(st.integers(0, whole.num_megabatches - 1))
-    position, unit = int(whole.bounds[megabatch]), int(whole.first_unit[megabatch])
+    packing_window = data.draw(st.integers(0, whole.num_packing_windows - 1))
+    position, unit = int(whole.bounds[packing_window]), int(whole.first_unit[packing_window])
     in_order, least = whole.lengths.copy(), batching.least_samples(whole.lengths)
     in_order[:position] = data.draw(st.integers(0, 9))
-    key_of, start = units_key(order.seed, order.epoch, True), MegabatchStart(order.epoch, position, unit)
+    key_of, start = units_key(order.seed, order.epoch, True), PackingWindowStart(order.epoch, position, unit)
     rest = UnitSequence(batching, len(lengths), key_of, least=least, begin=start, lengths=in_order)
     assert (rest.begin, rest.num_units, rest.num_short) == (unit, whole.num_units, whole.num_short)
     assert delivered(plans_of((order, rest), 1, "uneven", unit)) == delivered(
         plans_of((order, whole), 1, "uneven", unit)
     )
     measured = UnitSequence(batching, len(lengths), key_of, least=least, begin=start)
-    for number in range(megabatch, whole.num_megabatches):
+    for number in range(packing_window, whole.num_packing_windows):
         assert not measured.is_complete
         measured.add(number, whole.lengths[slice(*whole.bounds[number : number + 2])])
-    assert measured.first_unit[megabatch:].tolist() == whole.first_unit[megabatch:].tolist()
+    assert measured.first_unit[packing_window:].tolist() == whole.first_unit[packing_window:].tolist()
     assert (measured.is_complete, measured.num_short) == (True, whole.num_short)
 
 
@@ -245,10 +245,10 @@ def test_epochs_differ_and_repeat():
 
 
 def test_windows_start_small_and_are_whole_batches():
-    bounds = units_module.megabatch_bounds(100, 16, 3).tolist()
+    bounds = units_module.packing_window_bounds(100, 16, 3).tolist()
     assert bounds == [0, 6, 15, 33, 51, 69, 87, 100]
-    assert units_module.megabatch_bounds(0, 16).tolist() == [0]
-    assert units_module.megabatch_bounds(3, 2).tolist() == [0, 2, 3]
+    assert units_module.packing_window_bounds(0, 16).tolist() == [0]
+    assert units_module.packing_window_bounds(3, 2).tolist() == [0, 2, 3]
 
 
 @pytest.mark.parametrize("batching", BATCHINGS)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 from numpy.typing import NDArray
 
-from prefetch.core.executor import executor
+from prefetch.core.kernels import kernels
 from sharding.mixture.interleaving import MixtureSpec
 from sharding.mixture.inverse import places_in_permutation, places_in_selection, positions_of
 from sharding.mixture.token_schedule import TokenEpochs
@@ -161,7 +161,7 @@ def token_order(
         return own[order(source, source_epoch).samples(np.arange(len(own)))]
 
     return MixtureWindows(
-        TokenEpochs(spec, lengths, take=executor().token_draws).epoch(epoch),
+        TokenEpochs(spec, lengths, take=kernels().token_draws).epoch(epoch),
         seed=seed,
         epoch=epoch,
         shuffle=shuffle,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 
-from prefetch.core.executor import executor
+from prefetch.core.kernels import kernels
 from sharding.mixture import token_schedule
 from sharding.mixture.interleaving import MixtureSpec
 from sharding.mixture.token_schedule import TokenEpochs, TokenSchedule
@@ -27,7 +27,7 @@ def draws_of(shares: Sequence[int], lengths: Sequence[Sequence[int]], most: int)
     flat = np.array([length for own in lengths for length in own], np.int64)
     out = np.empty(most, np.uint16)
     owed = np.zeros(len(shares), np.int64)
-    return out[: executor().token_draws(np.array(shares), owed, flat, upcoming, ends, out)].tolist()
+    return out[: kernels().token_draws(np.array(shares), owed, flat, upcoming, ends, out)].tolist()
 
 
 def by_the_loop(shares: Sequence[int], lengths: Sequence[Sequence[int]]) -> list[int]:
@@ -124,7 +124,7 @@ def lengths_of(source: int, epoch: int) -> NDArray[np.int64]:
 
 def epochs_of(weights: Any, stop: Any = "first", **options: Any) -> TokenEpochs:
     spec = MixtureSpec.weighted(SIZES, weights, stop=stop, counts="tokens")
-    return TokenEpochs(spec, lengths_of, take=executor().token_draws, **options)
+    return TokenEpochs(spec, lengths_of, take=kernels().token_draws, **options)
 
 
 def epochs_by_the_loop(shares: Sequence[int], stop: str, num_epochs: int) -> list[list[tuple[int, int]]]:
@@ -173,7 +173,7 @@ def test_an_epoch_begins_where_a_state_says_without_those_before(stop: str) -> N
         asked.append((source, epoch))
         return lengths_of(source, epoch)
 
-    resumed = TokenEpochs(replace(whole.spec, begun=(2, whole.first(2))), noted, take=executor().token_draws)
+    resumed = TokenEpochs(replace(whole.spec, begun=(2, whole.first(2))), noted, take=kernels().token_draws)
     assert positions_of(resumed, 2) == positions_of(whole, 2)
     assert all(epoch >= whole.first(2)[source] // SIZES[source] for source, epoch in asked)
     assert positions_of(resumed, 3) == positions_of(whole, 3)
@@ -205,6 +205,6 @@ def test_epochs_are_asked_for_while_another_thread_finds_where_later_ones_start(
 
 def test_a_source_without_tokens_cannot_have_a_share_of_them() -> None:
     spec = MixtureSpec.weighted((3, 3), [1, 1], counts="tokens")
-    epochs = TokenEpochs(spec, lambda source, epoch: np.full(3, 1 - source), take=executor().token_draws)
+    epochs = TokenEpochs(spec, lambda source, epoch: np.full(3, 1 - source), take=kernels().token_draws)
     with pytest.raises(ValueError, match="source 1 of the mixture has no tokens"):
         epochs.epoch(0)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, strategies as st
 
-from sharding.plan.history import MOST_BYTES, MOST_STRETCHES, StepHistory, StepPlace, StepStretch
+from sharding.plan.history import MOST_BYTES, MOST_STRETCHES, StepHistory, StepPlace, StepRun
 
 TAILS = ["drop", "pad", "even", "uneven"]
 
@@ -82,7 +82,7 @@ def test_whole_epochs_and_restarts_on_the_same_ranks_are_one_stretch() -> None:
     for epoch in range(1000):
         history = history.after(7, epoch, 0, 8, 2, "even")
         history = history.after(3, epoch, 56, 8, 2, "even")
-    assert history.stretches == (StepStretch(0, 0, 0, 8, 2, "even", 1000, 10),)
+    assert history.stretches == (StepRun(0, 0, 0, 8, 2, "even", 1000, 10),)
 
 
 def test_an_epoch_that_goes_on_behind_equal_ones_is_told_apart_from_them() -> None:

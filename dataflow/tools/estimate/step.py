@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dataflow.tools.plan.cluster import Cluster, Load
-from dataflow.tools.plan.collectives import all_reduces
+from dataflow.tools.estimate.cluster import Cluster, Load
+from dataflow.tools.estimate.collectives import all_reduces
 
 _ITERATIONS = 40
 _GOOD_SHARE = 0.95

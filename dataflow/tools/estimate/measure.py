@@ -1,4 +1,4 @@
-"""Measure what joins the ranks of a job: `torchrun ... -m dataflow.tools.plan.measure --output link.json`.
+"""Measure what joins ranks of a job: `torchrun ... -m dataflow.tools.estimate.measure --output link.json`.
 
 All ranks reduce tensors of growing sizes; the slowest rank's median counts; latency and bandwidth are fitted
 with the ring's rounds and bytes, which is what gloo and, for large tensors, NCCL run: the model is linear in
@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import distributed
 
-from dataflow.tools.plan.cluster import Link
+from dataflow.tools.estimate.cluster import Link
 
 SIZES = tuple(1 << power for power in range(10, 25, 2))
 """Bytes: 1 KiB to 16 MiB."""
@@ -151,8 +151,8 @@ def load_link(path: str) -> Link:
         return Link(float(figures["latency_s"]), float(figures["bytes_per_s"]))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{path} is not a link; `python -m dataflow.tools.plan.measure --output {path}` under torchrun "
-            f"writes one ({error})"
+            f"{path} is not a link; `python -m dataflow.tools.estimate.measure --output {path}` under "
+            f"torchrun writes one ({error})"
         ) from error
 
 
@@ -178,7 +178,7 @@ def main(output: str, repeats: int) -> None:
 
     \b
     Examples:
-      torchrun --nnodes 2 --nproc-per-node 1 -m dataflow.tools.plan.measure --output link.json
+      torchrun --nnodes 2 --nproc-per-node 1 -m dataflow.tools.estimate.measure --output link.json
     """  # noqa: D301 - click wants the control character
     cuda = torch.cuda.is_available()
     distributed.init_process_group("nccl" if cuda else "gloo")

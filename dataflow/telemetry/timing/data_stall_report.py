@@ -17,7 +17,7 @@ from statistics import fmean, median
 from typing import Any
 
 from dataflow.telemetry.timing import ROUND
-from dataflow.telemetry.timing.headspace import WARM_UP, HeadspaceRecord
+from dataflow.telemetry.timing.data_stall import WARM_UP, DataStallRecord
 from dataflow.telemetry.timing.records import StepTimes
 from dataflow.telemetry.timing.shares import WORTH
 
@@ -43,7 +43,7 @@ class StepRate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Headspace:
+class DataStall:
     """The gain that a training would have of a perfect loader."""
 
     gain: float
@@ -87,18 +87,18 @@ class Headspace:
         return {"verdict": self.verdict, **asdict(self)}
 
 
-def headspace_of(
+def data_stall_of(
     live: Sequence[Steps],
     replayed: Sequence[Steps],
     *,
     left_out: int = 1,
     batches: int = 1,
     world_size: int | None = None,
-) -> Headspace:
+) -> DataStall:
     """The headspace of ranks that go in step, from the steps of each, with its loader and from memory."""
     usual, perfect = _rate(live), _rate(replayed)
     waited = max(_waited(one) for one in live)
-    return Headspace(
+    return DataStall(
         gain=perfect.usual / usual.usual,
         live=usual,
         replayed=perfect,
@@ -112,11 +112,11 @@ def headspace_of(
     )
 
 
-def headspace_of_records(records: Sequence[HeadspaceRecord]) -> Headspace | None:
+def data_stall_of_records(records: Sequence[DataStallRecord]) -> DataStall | None:
     """The headspace of the ranks of one loader; None where there was not enough to measure."""
     if not records or not all(one.is_whole for one in records):
         return None
-    found = headspace_of(
+    found = data_stall_of(
         [one.live for one in records],
         [one.replayed for one in records],
         left_out=WARM_UP,
@@ -138,7 +138,7 @@ def rounds_differ(gain: float, slowest: float, usual: float) -> bool:
     return (gain >= WORTH and slowest < usual) or gain < 1 / WORTH
 
 
-def reason_without(records: Sequence[HeadspaceRecord]) -> str:
+def reason_without(records: Sequence[DataStallRecord]) -> str:
     """Why a loop was not measured."""
     least = min(records, key=lambda one: len(one.windows))
     needed = 2 * (WARM_UP + least.steps)
@@ -186,7 +186,7 @@ def _notes(live: Sequence[Steps], usual: StepRate, perfect: StepRate, waited: fl
         )
 
 
-def _notes_of_training(records: Sequence[HeadspaceRecord], gain: float) -> Iterator[str]:
+def _notes_of_training(records: Sequence[DataStallRecord], gain: float) -> Iterator[str]:
     if gain >= WORTH:
         yield "what holds the loader up: the same command without --headspace"
     if shared := next((one.shared for one in records if one.shared), ""):

@@ -12,7 +12,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.tools.plan.cluster import Cluster, Round
+from dataflow.tools.estimate.cluster import Cluster, Round
 
 Rounds = Sequence[Round]
 _MOST_CHUNKS = 64

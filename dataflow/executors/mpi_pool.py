@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 
-from dataflow.engines.errors import EngineError
-from dataflow.engines.starting import EngineRequest, cancelling
+from dataflow.executors.errors import EngineError
+from dataflow.executors.starting import EngineRequest, cancelling
 
 _START = "mpiexec -n 9 python -m mpi4py.futures -m dataflow.tools.cli index ... --on mpi"
 

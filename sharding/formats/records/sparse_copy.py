@@ -34,7 +34,7 @@ class ReadableFile(Protocol):
         ...
 
 
-class Skeleton:
+class SparseCopy:
     """A part of a file, some bytes of which are read; others are zeros, which take no memory.
 
     Args:

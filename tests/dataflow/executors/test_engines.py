@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from dataflow.engines import EngineError, TaskLostError, engine, run_all, starting
-from dataflow.engines.versions import Versions
+from dataflow.executors import EngineError, TaskLostError, engine, run_all, starting
+from dataflow.executors.versions import Versions
 from sharding.errors import ShardReadError
 
 pytestmark = pytest.mark.timeout(60)
@@ -205,7 +205,7 @@ def test_an_engine_that_is_not_installed_names_the_extra(
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Given:
     """An engine called "tested", whose futures the test ends."""
-    given, module = Given(), ModuleType("dataflow.engines.tested")
+    given, module = Given(), ModuleType("dataflow.executors.tested")
     module.start = lambda request: nullcontext(given)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     kind = starting._Engine(module="tested", package="json", example="head:1")

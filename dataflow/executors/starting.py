@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-from dataflow.engines.errors import EngineError, shown
-from dataflow.engines.versions import Versions
+from dataflow.executors.errors import EngineError, shown
+from dataflow.executors.versions import Versions
 
 _log = logging.getLogger("dataflow")
 _ANSWER_S = 120.0
@@ -140,7 +140,7 @@ def engine(
                 f"the engine {name} needs another package: pip install 'dataflow-loader[{name}]'"
             ) from error
     start: Callable[[EngineRequest], AbstractContextManager[Executor]]
-    start = import_module(f"dataflow.engines.{chosen.module}").start
+    start = import_module(f"dataflow.executors.{chosen.module}").start
     with start(request) as executor:
         if chosen.package and not chosen.has_queue:
             _ask(executor, name, timeout_s)

@@ -11,8 +11,8 @@ from typing import Any
 
 import ray
 
-from dataflow.engines.errors import EngineError
-from dataflow.engines.starting import EngineRequest, cancelling
+from dataflow.executors.errors import EngineError
+from dataflow.executors.starting import EngineRequest, cancelling
 
 
 class RayEngine(Executor):

@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from dataflow.engines.starting import EngineRequest
+from dataflow.executors.starting import EngineRequest
 from prefetch.workers import starting
 from prefetch.workers.signals import end_with_parent
 

@@ -20,7 +20,7 @@ from plain_core import copied, use_plain_core
 
 from dataflow import DataLoader, ShardedDataset
 from prefetch.core.copy_table import WIDENED, PlanColumn
-from prefetch.core.executor import Executor, executor
+from prefetch.core.kernels import Kernels, kernels
 
 PAGE = mmap.PAGESIZE
 CONTENT = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8)
@@ -28,7 +28,7 @@ BASE = CONTENT.ctypes.data
 
 
 needs_the_kernels_copies = pytest.mark.skipif(
-    not executor().copies_by_kernel, reason="this system lets no process use process_vm_readv on itself"
+    not kernels().copies_by_kernel, reason="this system lets no process use process_vm_readv on itself"
 )
 
 
@@ -84,7 +84,7 @@ def columns(draw: st.DrawFn, num_rows: int) -> PlanColumn:
 def test_plans_are_copied_as_by_the_plain_loop(data: st.DataObject, num_rows: int) -> None:
     plan_columns = data.draw(st.lists(columns(num_rows), max_size=4))
     expected = [copied(column).tobytes() for column in plan_columns]
-    status = executor().run(num_rows, plan_columns)
+    status = kernels().run(num_rows, plan_columns)
     assert status.tolist() == [0] * num_rows
     assert [column.out.tobytes() for column in plan_columns] == expected
 
@@ -96,7 +96,7 @@ def test_more_rows_than_one_call_copies(num_rows: int) -> None:
     lengths = rng.integers(0, 100, num_rows).tolist()
     plan_columns = [ragged([*zip(starts, lengths, strict=True)]), fixed(starts, 17)]
     expected = [copied(column).tobytes() for column in plan_columns]
-    assert not executor().run(num_rows, plan_columns).any()
+    assert not kernels().run(num_rows, plan_columns).any()
     assert [column.out.tobytes() for column in plan_columns] == expected
 
 
@@ -106,7 +106,7 @@ def test_values_larger_than_all_scratch_memory() -> None:
     plan_columns += [ragged([(start, 400_001) for start in starts], gap=1)]
     plan_columns += [fixed(starts, 400_004, widen="int32", may_load=False)]
     expected = [copied(column).tobytes() for column in plan_columns]
-    assert not executor().run(3, plan_columns).any()
+    assert not kernels().run(3, plan_columns).any()
     assert [column.out.tobytes() for column in plan_columns] == expected
 
 
@@ -136,7 +136,7 @@ def test_every_row_behind_the_end_of_a_cut_file_is_told_and_none_is_touched(
     other = np.zeros(len(starts), np.int64) + BASE
     first = np.zeros((len(starts), each), np.uint8)
     second = np.zeros(len(starts) * (each * 4 if widen else each), np.uint8)
-    status = executor().run(
+    status = kernels().run(
         len(starts),
         [
             PlanColumn(name="kept", index=other, each=each, out=first),
@@ -167,7 +167,7 @@ def test_a_row_tells_the_first_column_that_is_lost(cut: Callable[[int], int]) ->
         PlanColumn(name=name, index=own, each=8, out=np.zeros(24, np.uint8), may_load=False)
         for name, own in index.items()
     ]
-    assert executor().run(3, made_columns).tolist() == [2, 1, 0]
+    assert kernels().run(3, made_columns).tolist() == [2, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_columns_become_the_last_dimension(dtype: str, shape: tuple[int, ...]) -
     many = [np.random.default_rng(i).integers(0, 2, shape).astype(dtype) for i in range(5)]
     many[2] = np.repeat(many[2], 2, axis=0)[::2]  # not contiguous
     out = np.zeros((*shape, 5), dtype)
-    executor().interleave(many, out)
+    kernels().interleave(many, out)
     assert (out == np.stack(many, axis=-1)).all()
 
 
@@ -200,16 +200,16 @@ def test_a_plan_that_writes_outside_its_destination_cannot_be_made() -> None:
         PlanColumn(name="x", index=index.astype(np.int32), each=8, out=np.zeros(16, np.uint8))  # type: ignore[arg-type]
     column = PlanColumn(name="x", index=index, each=8, out=np.zeros(16, np.uint8))
     with pytest.raises(ValueError, match="column 'x' has 2 of 3 rows"):
-        executor().run(3, [column])
+        kernels().run(3, [column])
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.here
 @pytest.mark.parametrize("maker", [*MAKERS][::-1])
 def test_loaders_deliver_the_same_without_compiled_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maker: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, producer: str
 ) -> None:
-    data = MAKERS[maker](tmp_path, 60)
+    data = MAKERS[producer](tmp_path, 60)
 
     def epoch() -> list[Any]:
         with DataLoader(data.open(), 7, shuffle=True) as loader:
@@ -240,21 +240,21 @@ def test_a_library_that_cannot_be_used_is_an_error_that_names_the_cure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ImportError, match=rf"libcore\.so: cannot open shared object file.*{CURE}"):
-        Executor(tmp_path / "libcore.so")
+        Kernels(tmp_path / "libcore.so")
     with pytest.raises(ImportError, match=f"undefined symbol: core_version.*{CURE}"):
-        Executor(Path("libc.so.6"))
+        Kernels(Path("libc.so.6"))
     monkeypatch.setattr("sharding.core.library.VERSION", 1)
     with pytest.raises(ImportError, match=rf"libcore\.so is of version \d+, not 1\..*{CURE}"):
-        Executor()
+        Kernels()
 
 
 @pytest.mark.here
 @pytest.mark.parametrize("maker", ["tar", "parquet", "tokens.npy"])
 def test_a_loader_without_it_fails_at_once_and_leaves_out_no_sample(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maker: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, producer: str
 ) -> None:
-    data = MAKERS[maker](tmp_path)
-    monkeypatch.setattr("prefetch.core.executor.Executor", partial(Executor, tmp_path / "libcore.so"))
-    executor.cache_clear()
+    data = MAKERS[producer](tmp_path)
+    monkeypatch.setattr("prefetch.core.kernels.Kernels", partial(Kernels, tmp_path / "libcore.so"))
+    kernels.cache_clear()
     with DataLoader(data.open(on_error="skip"), 4) as loader, pytest.raises(ImportError, match=CURE):
         next(iter(loader))

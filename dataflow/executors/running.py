@@ -18,7 +18,7 @@ from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from dataflow.engines.errors import EngineError, TaskLostError, shown
+from dataflow.executors.errors import EngineError, TaskLostError, shown
 from sharding.errors import DataflowError
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ def run_all(
         except (BrokenExecutor, RuntimeError) as error:
             raise EngineError(
                 f"the executor takes no more tasks ({error or type(error).__name__}). One of "
-                "`dataflow.engines.engine` goes on when a worker dies, `ProcessPoolExecutor` does not"
+                "`dataflow.executors.engine` goes on when a worker dies, `ProcessPoolExecutor` does not"
             ) from error
         waiting[future] = number, task, count
         future.add_done_callback(done.put)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow import convert
-from dataflow.engines import engine, run_all
+from dataflow.executors import engine, run_all
 from dataflow.tools.terminal.indexing import index_source
 from sharding.formats.tar.format import TarFormat
 

@@ -94,7 +94,7 @@ class PlanSettings:
     within_gbit: float = option("Bandwidth between two ranks of a machine, in Gbit/s.", POSITIVE, 1600.0)
     within_us: float = option("Latency of a message within a machine, in microseconds.", POSITIVE, 5.0)
     link: str | None = option(
-        "File of dataflow.tools.plan.measure to take --network-us and --network-gbit from.",
+        "File of dataflow.tools.estimate.measure to take --network-us and --network-gbit from.",
         None,
         None,
         metavar="PATH",

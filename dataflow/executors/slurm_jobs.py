@@ -14,8 +14,8 @@ from typing import Any
 import submitit
 from submitit.core.utils import UncompletedJobError
 
-from dataflow.engines.errors import EngineError, shown
-from dataflow.engines.starting import EngineRequest, cancelling
+from dataflow.executors.errors import EngineError, shown
+from dataflow.executors.starting import EngineRequest, cancelling
 
 _NAMES = {
     "cpus": "cpus_per_task",

@@ -30,7 +30,7 @@ _STOCK_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadspaceRecord(StepRecord):
+class DataStallRecord(StepRecord):
     """The measurements of a rank: steps with the loader, then as many with batches from memory."""
 
     steps: int

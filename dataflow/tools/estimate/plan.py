@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from dataflow.tools.plan.cluster import Cluster, Link
-from dataflow.tools.plan.collectives import all_reduces
-from dataflow.tools.plan.settings import PlanSettings
-from dataflow.tools.plan.step import Prediction, StepWork, batch_doubts, best_accumulation, predict
+from dataflow.tools.estimate.cluster import Cluster, Link
+from dataflow.tools.estimate.collectives import all_reduces
+from dataflow.tools.estimate.settings import PlanSettings
+from dataflow.tools.estimate.step import Prediction, StepWork, batch_doubts, best_accumulation, predict
 from dataflow.tools.terminal.report import Drawing, Page, Part, Sentence, Table
 from dataflow.tools.verdicts.plans import plan_verdict
 
@@ -92,7 +92,7 @@ def make_plan(settings: PlanSettings) -> ClusterPlan:
     """Predict. `ValueError` for a cluster that cannot be, or a file that is no link."""
     network = Link(settings.network_us * 1e-6, settings.network_gbit * 1e9 / 8)
     if settings.link is not None:
-        from dataflow.tools.plan.measure import load_link  # with torch
+        from dataflow.tools.estimate.measure import load_link  # with torch
 
         network = load_link(settings.link)
     cluster = Cluster.regular(

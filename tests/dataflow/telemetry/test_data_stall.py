@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from dataflow import DataLoader, GradSchedule
-from dataflow.progress.observer import HEADSPACE
+from dataflow.progress.observer import DATA_STALL
 from dataflow.telemetry.timing import ROUND, VARIABLE
-from dataflow.telemetry.timing.headspace import WARM_UP, BatchStock, HeadspaceRecord
-from dataflow.telemetry.timing.headspace_report import headspace_of_records, reason_without
-from dataflow.telemetry.timing.loops import HeadspaceLoops, ReplayedBatches
+from dataflow.telemetry.timing.data_stall import WARM_UP, BatchStock, DataStallRecord
+from dataflow.telemetry.timing.data_stall_report import data_stall_of_records, reason_without
+from dataflow.telemetry.timing.loops import DataStallLoops, ReplayedBatches
 from dataflow.telemetry.timing.records import LoaderTimes, StepTimes
-from dataflow.tools.doctor.saved import read_headspace
+from dataflow.tools.doctor.saved import read_data_stall
 
 CHANGE = WARM_UP + ROUND
 """Steps with the loader's own batches, where ROUND are measured."""
@@ -34,7 +34,7 @@ CHANGE = WARM_UP + ROUND
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where `dataflow doctor --headspace` wants records."""
     monkeypatch.setenv(VARIABLE, str(tmp_path))
-    monkeypatch.setenv(HEADSPACE, str(ROUND))
+    monkeypatch.setenv(DATA_STALL, str(ROUND))
     return tmp_path
 
 
@@ -44,7 +44,7 @@ class TimedLoader:
     def __init__(self, folder: Path, *, wait_s: float, step_s: float, copy_s: float = 0.0) -> None:
         self.now, self.wait_s, self.step_s, self.copy_s = 0.0, wait_s, step_s, copy_s
         self.closed = 0
-        self.folder, self.loop = folder, HeadspaceLoops(str(folder), self, ROUND, now=lambda: self.now)
+        self.folder, self.loop = folder, DataStallLoops(str(folder), self, ROUND, now=lambda: self.now)
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -54,13 +54,13 @@ class TimedLoader:
     def close(self) -> None:
         self.closed += 1
 
-    def train(self, steps: int) -> HeadspaceRecord:
+    def train(self, steps: int) -> DataStallRecord:
         batches = iter(ReplayedBatches(iter(self), self, self.loop))
         for _ in range(steps):
             next(batches)
             self.now += self.step_s
         del batches  # the loop is left
-        [record] = read_headspace(self.folder).records
+        [record] = read_data_stall(self.folder).records
         return record
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class CostlyBatch:
 
 def test_the_gain_is_of_steps_with_the_loader_over_steps_without(tmp_path: Path) -> None:
     record = TimedLoader(tmp_path, wait_s=1.0, step_s=3.0).train(2 * CHANGE + 1)
-    report = headspace_of_records([record])
+    report = data_stall_of_records([record])
     assert report is not None
     assert (report.gain, report.live.usual, report.replayed.usual) == pytest.approx((4 / 3, 1 / 4, 1 / 3))
     assert report.verdict == "the training would be 1.33x faster with a perfect loader"
@@ -102,7 +102,7 @@ def test_the_loader_is_closed_before_its_batches_are_replayed(tmp_path: Path) ->
 
 
 def test_a_loader_that_keeps_up_leaves_nothing_to_gain(tmp_path: Path) -> None:
-    report = headspace_of_records([TimedLoader(tmp_path, wait_s=0.01, step_s=3.0).train(2 * CHANGE + 1)])
+    report = data_stall_of_records([TimedLoader(tmp_path, wait_s=0.01, step_s=3.0).train(2 * CHANGE + 1)])
     assert report is not None
     assert report.verdict == "nothing is to be gained by a faster loader: 1.00x with a perfect one"
     assert not [line for line in report.lines if "without --headspace" in line]
@@ -115,7 +115,7 @@ def step(total_s: float, wait_s: float) -> StepTimes:
 
 def measured(
     live: list[tuple[float, float]], replayed: float | list[float], **fields: Any
-) -> HeadspaceRecord:
+) -> DataStallRecord:
     """A record of steps (total, wait), and of replayed ones: their seconds, or those of each."""
     fast = replayed if isinstance(replayed, list) else [replayed] * len(live)
     before = [step(100.0, 50.0)] * WARM_UP
@@ -123,25 +123,25 @@ def measured(
     words = dict.fromkeys(("host", "model", "strategy", "device", "shared"), "")
     numbers = {"rank": 0, "world_size": 1, "optimizer_steps": 1, "batches": 1, "steps": len(live)}
     about: dict[str, Any] = {**words, **numbers, "windows": windows, **fields}
-    return HeadspaceRecord(**about, loader=LoaderTimes("other"))
+    return DataStallRecord(**about, loader=LoaderTimes("other"))
 
 
 def test_workers_that_deliver_in_bursts_are_not_hidden_by_the_median() -> None:
     live = [(1.0, 0.0)] * 4 + [(6.0, 5.0)]
-    report = headspace_of_records([measured(live * 4, 1.0)])
+    report = data_stall_of_records([measured(live * 4, 1.0)])
     assert report is not None
     assert report.gain == pytest.approx(2.0)
 
 
 def test_a_long_wait_counts_however_rare_it_is() -> None:
-    report = headspace_of_records([measured([(1.0, 0.0)] * 39 + [(41.0, 40.0)], 1.0)])
+    report = data_stall_of_records([measured([(1.0, 0.0)] * 39 + [(41.0, 40.0)], 1.0)])
     assert report is not None
     assert report.gain == pytest.approx(2.0)
     assert [line for line in report.lines if "3 steps did most of the waiting" in line]
 
 
 def test_a_rare_pause_of_the_training_is_not_the_loaders() -> None:
-    report = headspace_of_records([measured([(1.0, 0.0)] * 49 + [(60.0, 0.0)], 1.0)])
+    report = data_stall_of_records([measured([(1.0, 0.0)] * 49 + [(60.0, 0.0)], 1.0)])
     assert report is not None
     assert report.gain == pytest.approx(1.0)
 
@@ -151,7 +151,7 @@ def test_a_step_takes_as_long_as_on_the_slowest_rank() -> None:
         measured([(2.0, wait)] * 20, compute, rank=rank, world_size=2)
         for rank, (wait, compute) in enumerate(((0.0, 1.5), (0.5, 1.6)))
     ]
-    report = headspace_of_records(ranks)
+    report = data_stall_of_records(ranks)
     assert report is not None
     assert (report.gain, report.waited, report.ranks) == pytest.approx((2 / 1.6, 0.25, 2))
 
@@ -160,25 +160,25 @@ def test_what_is_gained_beyond_the_waiting_is_named() -> None:
     lines = [
         line
         for waits in (0.0, 1.0)
-        for line in getattr(headspace_of_records([measured([(2.0, waits)] * 20, 1.0)]), "lines", ())
+        for line in getattr(data_stall_of_records([measured([(2.0, waits)] * 20, 1.0)]), "lines", ())
         if "cores or memory bandwidth" in line
     ]
     assert len(lines) == 1
 
 
 def test_waiting_that_grows_and_rounds_that_differ_are_told() -> None:
-    growing = headspace_of_records([measured([(1.0, 0.0)] * 10 + [(2.0, 1.0)] * 10, 1.0)])
+    growing = data_stall_of_records([measured([(1.0, 0.0)] * 10 + [(2.0, 1.0)] * 10, 1.0)])
     assert growing is not None
     assert [line for line in growing.lines if "waiting grew" in line]
     for replayed in ([1.0] * 20 + [3.0] * 10, [3.0] * 30):
-        report = headspace_of_records([measured([(2.0, 0.0)] * 30, replayed)])
+        report = data_stall_of_records([measured([(2.0, 0.0)] * 30, replayed)])
         assert report is not None
         assert [line for line in report.lines if "rounds differ" in line]
 
 
 def test_too_few_steps_are_told_with_what_cures_that() -> None:
     record = measured([(1.0, 0.0)] * 5, 1.0, steps=50, windows=(step(1.0, 0.0),) * 25)
-    assert headspace_of_records([record]) is None
+    assert data_stall_of_records([record]) is None
     assert reason_without([record]).startswith(
         "nothing to report: 25 steps ended on rank 0, and headspace takes 140"
     )
@@ -195,7 +195,7 @@ def test_every_step_has_a_batch_of_its_own() -> None:
 
 
 def test_few_large_batches_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataflow.telemetry.timing.headspace._STOCK_BYTES", 1000)
+    monkeypatch.setattr("dataflow.telemetry.timing.data_stall._STOCK_BYTES", 1000)
     stock = BatchStock()
     for _ in range(ROUND):
         stock.offer(torch.zeros(100, dtype=torch.float32))
@@ -206,7 +206,7 @@ def test_few_large_batches_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_copies_of_pinned_batches_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataflow.telemetry.timing.headspace._pinned", lambda batch: ("pinned", batch))
+    monkeypatch.setattr("dataflow.telemetry.timing.data_stall._pinned", lambda batch: ("pinned", batch))
     plain, pinned = torch.zeros(2), torch.ones(2)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: bool(self.all()))
     for batch, copies in ([plain], False), ({"x": [pinned]}, True):
@@ -223,7 +223,7 @@ def test_batches_that_cannot_be_copied_are_shared_and_that_is_told() -> None:
     stock.fill()
     assert stock.take() is batch
     assert "generator" in stock.shared
-    report = headspace_of_records([measured([(1.0, 0.0)] * 10, 1.0, shared=stock.shared)])
+    report = data_stall_of_records([measured([(1.0, 0.0)] * 10, 1.0, shared=stock.shared)])
     assert report is not None
     assert [line for line in report.lines if "could not be copied" in line]
 
@@ -253,7 +253,7 @@ def test_a_training_is_ended_when_all_is_measured(folder: Path, workers: int) ->
     counts = trained(loader)
     assert counts == [9] * 6 + [6]
     assert sum(counts) == 2 * CHANGE
-    [record] = read_headspace(folder).records
+    [record] = read_data_stall(folder).records
     assert (len(record.windows), record.batches, record.ended) == (2 * CHANGE, 9 + 1, True)
 
 
@@ -264,7 +264,7 @@ def test_a_training_over_shards_has_epochs_as_long_with_replayed_batches(folder:
         assert set(counts[:-1]) == {length}
         assert json.loads(json.dumps(loader.state_dict()))
         assert len(loader) == length
-    assert headspace_of_records(read_headspace(folder).records)
+    assert data_stall_of_records(read_data_stall(folder).records)
 
 
 @pytest.mark.full
@@ -292,7 +292,7 @@ def test_an_epoch_of_unknown_length_goes_on_until_all_is_measured(folder: Path) 
 def test_what_only_evaluates_is_not_ended(folder: Path) -> None:
     loader = DataLoader(TensorDataset(torch.arange(100.0)), batch_size=1)
     assert [sum(1 for _ in loader) for _ in range(2)] == [100, 100]
-    [record] = read_headspace(folder).records
+    [record] = read_data_stall(folder).records
     assert (len(record.windows), record.ended) == (2 * CHANGE, False)
 
 
@@ -300,7 +300,7 @@ def test_what_only_evaluates_is_not_ended(folder: Path) -> None:
 def test_the_loader_that_trains_is_reported(folder: Path) -> None:
     list(DataLoader(TensorDataset(torch.arange(100.0)), batch_size=1))
     trained(DataLoader(TensorDataset(torch.arange(50.0)), batch_size=1))
-    saved = read_headspace(folder)
+    saved = read_data_stall(folder)
     assert saved.records[0].ended
     assert saved.notes == ("2 loaders were looped over; this is the one whose loop steps an optimizer",)
 
@@ -321,7 +321,7 @@ def test_a_schedule_gets_replayed_batches_too(folder: Path, made: Make, accumula
         schedule = GradSchedule(loader, model, torch.optim.SGD(model.parameters(), lr=0.1), accumulate)
         with pytest.raises(SystemExit):
             train_in(schedule, model)
-    [record] = read_headspace(folder).records
+    [record] = read_data_stall(folder).records
     assert (len(record.windows), record.ended) == (2 * CHANGE, True)
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import cloudpickle
 from pyspark import SparkConf, SparkContext
 
-from dataflow.engines.errors import EngineError
-from dataflow.engines.starting import EngineRequest, cancelling
+from dataflow.executors.errors import EngineError
+from dataflow.executors.starting import EngineRequest, cancelling
 
 _JOBS = 64
 """Jobs at a time, at most: each has a thread here."""

@@ -162,7 +162,7 @@ class Cluster:
         """Return how long rounds take, one after the other.
 
         Args:
-            rounds: of a collective (`dataflow.tools.plan.collectives`).
+            rounds: of a collective (`dataflow.tools.estimate.collectives`).
             data_bytes_per_s: what each node reads meanwhile from a store outside its rack; it leaves less of
                 the network card's and the uplink's inward direction, but never less than half.
         """

@@ -74,7 +74,7 @@ class SourceCache(Struct, frozen=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class BlockSource:
     """A dataset resolved for reading: what to read, with what, into what."""
 
     catalog: Catalog
@@ -253,11 +253,11 @@ class SourceBeside(Protocol):
     """A dataset joined to another, whose samples bring its columns along."""
 
     @property
-    def source(self) -> Source:
+    def source(self) -> BlockSource:
         """Return what is read of it."""
         ...
 
-    def shared(self, source: Source, *, keeps: bool) -> SourceBeside:
+    def shared(self, source: BlockSource, *, keeps: bool) -> SourceBeside:
         """Return it with a source that shares what all do; `keeps`: its blocks stay once they were read."""
         ...
 

@@ -1,4 +1,4 @@
-"""The executor of this process: `libcore.so`, called by ctypes."""
+"""The compiled kernels: `libcore.so`, called by ctypes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sharding.core.library import address_of, loaded
 _WIDTHS = (1, 2, 4, 8)
 
 
-class Executor:
+class Kernels:
     """The functions of `core.h`, in the caller's thread and without the interpreter lock. Thread-safe.
 
     Raises `ImportError` where the library is missing, or is not of this version.
@@ -120,6 +120,6 @@ class Executor:
 
 
 @cache
-def executor() -> Executor:
-    """The one executor of this process. Raises as `Executor`."""
-    return Executor()
+def kernels() -> Kernels:
+    """The kernels of this process. Raises as `Kernels`."""
+    return Kernels()

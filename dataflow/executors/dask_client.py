@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 import dask
 from distributed import Client, LocalCluster
 
-from dataflow.engines.errors import EngineError
-from dataflow.engines.starting import EngineRequest
+from dataflow.executors.errors import EngineError
+from dataflow.executors.starting import EngineRequest
 
 
 @contextmanager
