@@ -175,8 +175,8 @@ def resolve_format(
     if options:
         _refuse_options(name, options, entry.options)
     if "of" in entry.options:
-        own = {option: options.pop(option) for option in [*options] if option not in ("version", "of")}
-        options["inner"] = resolve_format(options.pop("of", "parquet"), (), **own)
+        rest = {option: options.pop(option) for option in [*options] if option not in ("version", "of")}
+        options["inner"] = resolve_format(options.pop("of", "parquet"), (), **rest)
     return resolve_name(entry.where)(**options)  # type: ignore[no-any-return]
 
 
@@ -188,10 +188,10 @@ def catalog_options(codec: Format) -> dict[str, str | int]:
         if entry is not None and option not in entry.options:
             raise ValueError(f"{what} is none of its options: give a class of your own a name of its own")
         try:
-            kept = json.loads(json.dumps(value))
+            copy = json.loads(json.dumps(value))
         except (TypeError, ValueError):
-            kept = None
-        if type(kept) is not type(value) or kept != value:
+            copy = None
+        if type(copy) is not type(value) or copy != value:
             raise ValueError(
                 f"{what} cannot be kept in a catalog: options() gives {value!r}, not a JSON value"
             )
@@ -235,8 +235,8 @@ def sibling(url: str, suffix: str) -> str:
 
 def beside(url: str, name: str) -> str:
     """The URL of a file of this name, or path, in the folder of another one."""
-    part, own = naming_part(url), file_name(url)
-    return url.replace(part, name.join(part.rsplit(own, 1)), 1)
+    part, file = naming_part(url), file_name(url)
+    return url.replace(part, name.join(part.rsplit(file, 1)), 1)
 
 
 def _format_of_all(urls: Sequence[str], exists: Callable[[str], bool] | None) -> str:
@@ -266,8 +266,8 @@ def _format_of_all(urls: Sequence[str], exists: Callable[[str], bool] | None) ->
     return next(iter(first_url))
 
 
-def _refuse_options(name: str, options: Mapping[str, object], own: Collection[str]) -> None:
+def _refuse_options(name: str, options: Mapping[str, object], choices: Collection[str]) -> None:
     for option, value in options.items():
-        if option not in own:
+        if option not in choices:
             owner = next(other for other, entry in ENTRIES.items() if option in entry.options)
             raise ValueError(f"{option}= is an option of format={owner!r}, not of {name!r}; got {value!r}")

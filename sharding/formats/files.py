@@ -91,8 +91,8 @@ class FilesFormat(Format):
             raise ValueError(f"class {number}, and a name of {name_length} characters")
         if (block.num_samples, block.offset, block.length) != (1, 0, block.shard.size):
             raise ValueError(f"{block.num_samples} samples in {block.length} bytes of a file")
-        for one in _row_of(block).values():
-            _value(one)
+        for ext in _row_of(block).values():
+            _value(ext)
 
     def shard_name(self, url: str, footer: bytes | memoryview) -> str:
         """Return the file's path below the folder: class folders have files of the same names."""
@@ -111,19 +111,19 @@ class FilesFormat(Format):
 
     def num_missing(self, block: Block, column: str) -> int | None:
         """Return whether the sample lacks the column."""
-        if (one := _row_of(block).get(column)) is not None:
-            return int(one.code < 0)
+        if (ext := _row_of(block).get(column)) is not None:
+            return int(ext.code < 0)
         if column == CLASS_COLUMN:
             return int(_FACTS.unpack(block.footer)[0] == NO_CLASS)
         return None if column == KEY_COLUMN else super().num_missing(block, column)
 
     def known_values(self, block: Block, column: str) -> list[Any]:
         """The number of its class, or what the manifest says of it."""
-        if (one := _row_of(block).get(column)) is None:
+        if (ext := _row_of(block).get(column)) is None:
             number = _FACTS.unpack(block.footer)[0]
             return [None if number == NO_CLASS else number]
-        value = _value(one)
-        if one.code < 0 or isinstance(value, Masked):
+        value = _value(ext)
+        if ext.code < 0 or isinstance(value, Masked):
             return [None]
         if not isinstance(value, Spans):
             return list(value.tolist())
@@ -213,13 +213,13 @@ def _row_of(block: Block) -> dict[str, msgspec.msgpack.Ext]:
 _decode_row = msgspec.msgpack.Decoder(dict[str, msgspec.msgpack.Ext]).decode
 
 
-def _value(one: msgspec.msgpack.Ext) -> Column:
+def _value(ext: msgspec.msgpack.Ext) -> Column:
     """A value as a column of one row. `ValueError` where it is damaged."""
-    code = one.code if one.code >= 0 else ~one.code
+    code = ext.code if ext.code >= 0 else ~ext.code
     if code % _LISTED >= len(_DTYPES) or code >= 2 * _LISTED:
         raise ValueError(f"a value of the unknown type {code}")
     dtype = np.dtype(_DTYPES[code % _LISTED])
-    data, is_there = bytes(one.data), one.code >= 0
+    data, is_there = bytes(ext.data), ext.code >= 0
     if len(data) % dtype.itemsize or (is_there and code < _LISTED and len(data) != dtype.itemsize):
         raise ValueError(f"{len(data)} bytes in place of values of type {dtype}")
     values = np.frombuffer(data, dtype)

@@ -140,18 +140,18 @@ def _read_index(file: BinaryIO, shard: Shard, bin_size: int) -> tuple[np.dtype[A
     file.seek(0)
     raw = file.read()
     dtype, num_sequences, num_bounds = _read_header(raw, shard)
-    at = _HEADER.size
-    lengths = np.frombuffer(raw, "<i4", num_sequences, at).astype(np.int64)
-    at += 4 * num_sequences
-    pointers = np.frombuffer(raw, "<i8", num_sequences, at).astype(np.int64)
-    bounds_at = at + 8 * num_sequences
+    offset = _HEADER.size
+    lengths = np.frombuffer(raw, "<i4", num_sequences, offset).astype(np.int64)
+    offset += 4 * num_sequences
+    pointers = np.frombuffer(raw, "<i8", num_sequences, offset).astype(np.int64)
+    bounds_at = offset + 8 * num_sequences
     bounds = np.frombuffer(raw, "<i8", num_bounds, bounds_at).astype(np.int64)
     ends = np.cumsum(np.maximum(lengths, 0))
     wrong = np.flatnonzero((lengths < 0) | (pointers != (ends - lengths) * dtype.itemsize))
     if len(wrong):
         i = int(wrong[0])
         reason = f"sequence {i} of {lengths[i]} tokens at byte {pointers[i]} does not follow the one before"
-        raise _corrupt(shard, reason, at + 8 * i)
+        raise _corrupt(shard, reason, offset + 8 * i)
     tokens = int(ends[-1]) if num_sequences else 0
     if tokens * dtype.itemsize > bin_size:
         reason = f"{tokens} {dtype.name} tokens are indexed, the .bin has {bin_size} bytes"

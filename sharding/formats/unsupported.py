@@ -80,7 +80,7 @@ def unsupported_text(names: Iterable[str], reader: str = "") -> str | None:
             by_kind.setdefault(kind, []).append(file)
     if not by_kind:
         return None
-    kind = max(by_kind, key=lambda one: (one.is_sure, len(by_kind[one])))
+    kind = max(by_kind, key=lambda candidate: (candidate.is_sure, len(by_kind[candidate])))
     if not kind.is_sure and len(by_kind[kind]) < max(others.values(), default=0):
         return None
     file = by_kind[kind][0]

@@ -91,9 +91,9 @@ def _check_offsets(array: pa.Array) -> None:
         like = (pa.large_list_view if pa.types.is_large_list_view(kind) else pa.list_view)(nothing)
     else:
         like = (pa.large_list if pa.types.is_large_list(kind) else pa.list_)(nothing)
-    own = array.buffers()[: like.num_buffers]
+    parts = array.buffers()[: like.num_buffers]
     nulls = pa.nulls(len(array.values))
-    pa.Array.from_buffers(like, len(array), own, offset=array.offset, children=[nulls]).validate(full=True)
+    pa.Array.from_buffers(like, len(array), parts, offset=array.offset, children=[nulls]).validate(full=True)
 
 
 def check_codes(indices: pa.Array, num_entries: int) -> None:

@@ -145,7 +145,7 @@ def columns_of(
     """
     flat = flattened(table)
     # Without structs, columns have the names that they are stored by.
-    known = flat.column_names if flat is table else [one.name for one in named_columns(table.schema)]
+    known = flat.column_names if flat is table else [column.name for column in named_columns(table.schema)]
     check_columns(columns, known, block)
     names = set(flat.column_names)
     if len(names) < flat.num_columns:  # one is that of two columns, which is an error for who asks for it
@@ -212,21 +212,21 @@ def _column(
     name: str,
     column: pa.ChunkedArray,
     block: Block,
-    wanted: ColumnSpec | None = None,
+    target: ColumnSpec | None = None,
     stored: memoryview | None = None,
 ) -> Column:
-    own = spec_of(column.type)
-    spec = wanted or own
-    if own is None or spec is None:
+    source = spec_of(column.type)
+    spec = target or source
+    if source is None or spec is None:
         reason = f"column {name!r} of type {column.type} has no array form; pass columns= without it"
         if pa.types.is_nested(column.type):
             reason = f"{reason} (it holds {unlike_json(column.type)}, which has no JSON form either)"
         raise ShardError(block.shard.url, reason, block.offset, stage="decode")
     array = column
-    element = element_type(spec) if spec.kind in ("fixed", "list") and wanted else None
+    element = element_type(spec) if spec.kind in ("fixed", "list") and target else None
     try:
-        if own.kind == "null" and wanted:
-            return missing_column(wanted, len(column))
+        if source.kind == "null" and target:
+            return missing_column(target, len(column))
         if spec.kind in ("json", "null_list") and column.type != JSON_TEXT:
             return _json_spans(column)
         check_chunks(column)
@@ -243,7 +243,7 @@ def _column(
         return _byte_list_spans(array) if spec.kind == "bytes_list" else _variable_spans(array, spec, element)
     except _UnfitValueError as error:
         reason = (
-            f"column {name!r} is {spec_text(own)} here, of which a value is no {spec_text(spec)} ({error})"
+            f"column {name!r} is {spec_text(source)} here, of which a value is no {spec_text(spec)} ({error})"
         )
         cure = f"as {spec.note} has others; leave it out by columns=, or write it as one type in all shards"
         raise ShardError(block.shard.url, f"{reason}, {cure}", block.offset, stage="decode") from error
@@ -507,8 +507,8 @@ def joined_lists(counts: Ints, lengths: Ints, content: Bytes, first: int = 0) ->
     heads, head_at = list_heads(counts, lengths)
     body_at = first + np.append(0, np.cumsum(lengths))[np.append(0, np.cumsum(counts))]
     parts = [
-        pa.Array.from_buffers(pa.large_binary(), len(counts), [None, pa.py_buffer(at), pa.py_buffer(data)])
-        for at, data in ((head_at, heads), (body_at, content))
+        pa.Array.from_buffers(pa.large_binary(), len(counts), [None, pa.py_buffer(cuts), pa.py_buffer(data)])
+        for cuts, data in ((head_at, heads), (body_at, content))
     ]
     joined = pc.binary_join_element_wise(*parts, pa.scalar(b"", pa.large_binary()))
     sizes = np.diff(head_at) + np.diff(body_at)

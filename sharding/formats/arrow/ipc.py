@@ -214,14 +214,14 @@ def _dictionary_indexes(
     """The parts of the footer that hold for each block: the schema, and dictionaries as they are there."""
     ends = list(accumulate((m.length for m in dictionaries), initial=schema_bytes))
     in_force: dict[int, list[tuple[int, int]]] = {}
-    indexes, at = list[bytes](), 0
+    indexes, number = list[bytes](), 0
     for block in blocks:
-        while at < len(dictionaries) and dictionaries[at].offset < block[0].offset:
-            message = dictionaries[at]
+        while number < len(dictionaries) and dictionaries[number].offset < block[0].offset:
+            message = dictionaries[number]
             before = in_force.get(message.dictionary, []) if message.is_delta else []
-            in_force[message.dictionary] = [*before, (ends[at], ends[at + 1])]
-            at += 1
-        parts = sorted(part for own in in_force.values() for part in own)
+            in_force[message.dictionary] = [*before, (ends[number], ends[number + 1])]
+            number += 1
+        parts = sorted(part for spans in in_force.values() for part in spans)
         indexes.append(np.array([(0, schema_bytes), *parts], "<i8").tobytes())
     return indexes
 
@@ -296,14 +296,14 @@ class _JsonText:
     def of_columns(self, fields: Iterable[pa.Field], names: Collection[str], prefix: str = "") -> int:
         """Bytes of the named columns, structs flattened."""
         total = 0
-        for one in fields:
-            if pa.types.is_struct(one.type):
+        for field in fields:
+            if pa.types.is_struct(field.type):
                 next(self.lengths, 0)
                 self._take(1)
-                total += self.of_columns(list(one.type), names, f"{prefix}{one.name}.")
+                total += self.of_columns(list(field.type), names, f"{prefix}{field.name}.")
             else:
-                _, text_bytes = self._of(one.type)
-                total += text_bytes if prefix + one.name in names else 0
+                _, text_bytes = self._of(field.type)
+                total += text_bytes if prefix + field.name in names else 0
         return total
 
     def _of(self, kind: pa.DataType) -> tuple[int, int]:
@@ -348,13 +348,13 @@ def _true_sizes(file: BinaryIO, message: Message, shard: Shard) -> list[int]:
     if not message.is_compressed:
         return [stored for _, stored in message.buffers]
     sizes = []
-    for at, stored in message.buffers:
+    for offset, stored in message.buffers:
         size = stored
         if stored:
-            file.seek(at)
+            file.seek(offset)
             size = int.from_bytes(file.read(8), "little", signed=True)
             if not -1 <= size < LARGEST:
-                raise shard.corrupt(f"a compressed buffer of {size} bytes", at)
+                raise shard.corrupt(f"a compressed buffer of {size} bytes", offset)
         sizes.append(stored if size < 0 else size)
     return sizes
 
@@ -378,8 +378,8 @@ def _mean_items(schema: pa.Schema, batches: Sequence[Message], columns: Collecti
     owners = [owner for field in schema for owner in _owners(field.name, field.type)]
     items = {name: 1 + owners.index(name) for name in columns}  # the array behind that of the lists
     return {
-        name: math.ceil(max((m.lengths[at] / m.rows for m in batches), default=0))
-        for name, at in items.items()
+        name: math.ceil(max((m.lengths[index] / m.rows for m in batches), default=0))
+        for name, index in items.items()
     }
 
 
@@ -421,7 +421,7 @@ def _plain_index(batches: Sequence[Message], known: dict[str, _Plain | None]) ->
     for m in batches:
         if m.is_compressed or len(m.buffers) != _num_buffers(known):
             return b""
-        buffers = [(at - start, size) for at, size in m.buffers]
+        buffers = [(offset - start, size) for offset, size in m.buffers]
         for column, nulls in zip(known.values(), m.null_counts, strict=True):
             if column is not None:
                 buffers[column.buffer] = 0, int(nulls != 0)
@@ -445,17 +445,17 @@ def _plain_columns(block: Block, data: memoryview, columns: Sequence[str] | None
     if table is None or len(data) != block.length:
         return None
     known = _plain_footer(bytes(block.footer)) or {}
-    wanted = list(known) if columns is None else columns
+    names = list(known) if columns is None else columns
     content, values = np.frombuffer(data, np.uint8), dict[str, Column]()
     batches: list[list[int]] = table.tolist()
-    if any(zlib.crc32(data[at : at + size]) != told for at, size, told, *_ in batches):
+    if any(zlib.crc32(data[start : start + size]) != checksum for start, size, checksum, *_ in batches):
         return None
-    for name in wanted:
+    for name in names:
         column = known.get(name)
-        found = None if column is None else _plain_column(content, column, batches)
-        if found is None:
+        value = None if column is None else _plain_column(content, column, batches)
+        if value is None:
             return None
-        values[name] = found
+        values[name] = value
     return values
 
 
@@ -463,15 +463,15 @@ def _plain_column(
     content: NDArray[np.uint8], column: _Plain, batches: Sequence[Sequence[int]]
 ) -> Column | None:
     pieces, lengths, dtype = [], [], column.dtype
-    at = _FACTS + 2 * column.buffer
+    index = _FACTS + 2 * column.buffer
     for batch in batches:
-        nulls, start, size = batch[at + 1 : at + 4]
+        nulls, start, size = batch[index + 1 : index + 4]
         nbytes = (batch[3] + column.has_offsets) * dtype.itemsize
         if nulls or size < nbytes:
             return None
         numbers = content[start : start + nbytes].view(dtype)
         if column.has_offsets:
-            first, nbytes = batch[at + 4 : at + 6]
+            first, nbytes = batch[index + 4 : index + 6]
             offsets = numbers.astype(np.int64)
             lengths.append(np.diff(offsets))
             if offsets[0] < 0 or offsets[-1] > nbytes or lengths[-1].min(initial=0) < 0:

@@ -55,9 +55,9 @@ def list_array(lengths: NDArray[np.int64], valid: NDArray[np.bool_] | None, item
 def integer_lists(raws: Sequence[Text], kind: pa.DataType) -> pa.Array:
     """Lists of integers, given their texts; raises as `array_of`, and where a text is no such list."""
     texts = RawTexts(raws)
-    found = texts.integers(np.dtype(str(kind.value_type)))
-    if found is not None:
-        numbers, lengths = found
+    pair = texts.integers(np.dtype(str(kind.value_type)))
+    if pair is not None:
+        numbers, lengths = pair
         return list_array(lengths, None, number_array(numbers))
     try:
         return array_of(texts.values(_integers), kind)

@@ -58,15 +58,15 @@ class LineError(Exception):
 
 def pieces(text: bytes | memoryview) -> Iterator[tuple[int, bytes]]:
     """Yield pieces of whole lines, each with its offset; byte order marks before lines become spaces."""
-    view, at = memoryview(text), 0
-    while at < len(view):
-        piece = bytes(view[at : at + PIECE_BYTES])
-        while at + len(piece) < len(view) and not (end := piece.rfind(b"\n") + 1):
-            piece = bytes(view[at : at + 2 * len(piece)])
-        if at + len(piece) < len(view):
+    view, offset = memoryview(text), 0
+    while offset < len(view):
+        piece = bytes(view[offset : offset + PIECE_BYTES])
+        while offset + len(piece) < len(view) and not (end := piece.rfind(b"\n") + 1):
+            piece = bytes(view[offset : offset + 2 * len(piece)])
+        if offset + len(piece) < len(view):
             piece = piece[:end]
-        yield at, _without_marks(piece)
-        at += len(piece)
+        yield offset, _without_marks(piece)
+        offset += len(piece)
 
 
 def _without_marks(piece: bytes) -> bytes:
@@ -92,17 +92,17 @@ def starts_of_lines(piece: bytes) -> NDArray[np.int64]:
 
 
 @contextmanager
-def faults_of_line(at: int) -> Iterator[None]:
+def faults_of_line(offset: int) -> Iterator[None]:
     """Turn what `items_of` raises of the line that begins at a byte into `LineError`."""
     try:
         yield
     except RecursionError as error:
         reason = "this line is nested too deeply to be read; write deep values as a string of JSON"
-        raise LineError(at, reason) from error
+        raise LineError(offset, reason) from error
     except _UnfitLineError as error:
-        raise LineError(at, str(error)) from error
+        raise LineError(offset, str(error)) from error
     except ValueError as error:
-        raise LineError(at, f"this line is not JSON: {error}") from error
+        raise LineError(offset, f"this line is not JSON: {error}") from error
 
 
 class _UnfitLineError(ValueError):
@@ -128,20 +128,20 @@ def _items_by_json(encoded: bytes) -> dict[str, Text]:
     if not isinstance(json.loads(text), dict):
         raise _UnfitLineError("this line is not a JSON object")
     items: dict[str, Text] = {}
-    at = _beyond(text, 0) + 1  # the text is known to be right, so only commas and colons lie in between
-    while text[at := _beyond(text, at)] != "}":
-        if text[at] == ",":
-            at = _beyond(text, at + 1)
-        key, at = _after(text, at)
-        start = _beyond(text, _beyond(text, at) + 1)
-        at = _after(text, start)[1]
+    index = _beyond(text, 0) + 1  # the text is known to be right, so only commas and colons lie in between
+    while text[index := _beyond(text, index)] != "}":
+        if text[index] == ",":
+            index = _beyond(text, index + 1)
+        key, index = _after(text, index)
+        start = _beyond(text, _beyond(text, index) + 1)
+        index = _after(text, start)[1]
         key.encode()  # raises: half of a surrogate pair is no name
-        items[key] = text[start:at].encode()
+        items[key] = text[start:index].encode()
     return items
 
 
-def _beyond(text: str, at: int) -> int:
-    gap = _GAP.match(text, at)
+def _beyond(text: str, index: int) -> int:
+    gap = _GAP.match(text, index)
     assert gap is not None
     return gap.end()
 
@@ -194,33 +194,33 @@ class LineReader:
             LineError: a line is not JSON, or does not fit the schema.
         """
         batches, num_rows = [], 0
-        for at, piece in pieces(text):
-            for rows in self._rows(piece, at):
+        for offset, piece in pieces(text):
+            for rows in self._rows(piece, offset):
                 num_rows += len(rows)
-                batches.append(self._batch(rows, at))
+                batches.append(self._batch(rows, offset))
         return pa.Table.from_batches(batches, self.schema), num_rows
 
-    def _rows(self, piece: bytes, at: int) -> Iterator[list[Any]]:
+    def _rows(self, piece: bytes, offset: int) -> Iterator[list[Any]]:
         """The rows of a piece, as many at a time as may be in memory."""
         decode = self._row.decoder
         if decode is not None and piece.count(b"\n") < self._most_rows:
             try:
                 yield decode.decode_lines(piece)
             except NOT_READ:
-                yield self._row.read_lines(piece, at)
+                yield self._row.read_lines(piece, offset)
             return
         lines = piece.split(b"\n")
         for first in range(0, len(lines), self._most_rows):
             some = b"\n".join(lines[first : first + self._most_rows])
-            yield self._row.read_lines(some, at)
-            at += len(some) + 1
+            yield self._row.read_lines(some, offset)
+            offset += len(some) + 1
 
-    def _batch(self, rows: list[Any], at: int) -> pa.RecordBatch:
+    def _batch(self, rows: list[Any], offset: int) -> pa.RecordBatch:
         try:
             arrays = [self._row.array(rows, number) for number in range(len(self.schema))]
             return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
         except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
-            raise LineError(at, f"these lines do not fit what was indexed: {error}") from error
+            raise LineError(offset, f"these lines do not fit what was indexed: {error}") from error
 
 
 class _Row:
@@ -229,41 +229,41 @@ class _Row:
     def __init__(self, fields: Sequence[pa.Field]) -> None:
         self.fields = fields
         self.inner: list[_Row | None] = [
-            _Row(list(one.type)) if pa.types.is_struct(one.type) else None for one in fields
+            _Row(list(field.type)) if pa.types.is_struct(field.type) else None for field in fields
         ]
         self._types: list[Any] = [
-            inner.type | None if inner else _python_type(one.type)
-            for one, inner in zip(fields, self.inner, strict=True)
+            inner.type | None if inner else _python_type(field.type)
+            for field, inner in zip(fields, self.inner, strict=True)
         ]
-        named = row_type([one.name for one in fields], self._types)
+        named = row_type([field.name for field in fields], self._types)
         self.is_named: bool = named is not None and all(inner.is_named for inner in self.inner if inner)
         kind = named or row_type([field_name(number) for number in range(len(fields))], self._types)
         assert kind is not None
         self.type: Any = kind
         self.decoder = msgspec.json.Decoder(kind) if self.is_named else None
 
-    def read_lines(self, piece: bytes, at: int) -> list[Any]:
+    def read_lines(self, piece: bytes, offset: int) -> list[Any]:
         """The rows of lines that msgspec refuses together."""
         rows = []
         for line in piece.split(b"\n"):
             if line.strip(SPACE):
-                rows.append(self._read(line, at))
-            at += len(line) + 1
+                rows.append(self._read(line, offset))
+            offset += len(line) + 1
         return rows
 
-    def _read(self, line: bytes, at: int) -> Any:
+    def _read(self, line: bytes, offset: int) -> Any:
         try:
             if self.decoder is not None:
                 return self.decoder.decode(line)
         except NOT_READ:
             pass  # a second look
-        with faults_of_line(at):
+        with faults_of_line(offset):
             return self._of(items_of(line))
 
     def _of(self, items: Mapping[str, Text]) -> Any:
         values: list[Any] = []
-        for one, inner, kind in zip(self.fields, self.inner, self._types, strict=True):
-            text = items.get(one.name)
+        for field, inner, kind in zip(self.fields, self.inner, self._types, strict=True):
+            text = items.get(field.name)
             if kind is msgspec.Raw:
                 values.append(msgspec.Raw(bytes(text or b"")))
             elif text is None or bytes(text) == b"null":
@@ -275,27 +275,27 @@ class _Row:
                 try:
                     values.append(msgspec.convert(value, kind))
                 except msgspec.ValidationError as error:
-                    what = f"column {one.name!r} of type {one.type} is {str(value)[:40]!r}"
+                    what = f"column {field.name!r} of type {field.type} is {str(value)[:40]!r}"
                     raise _UnfitLineError(f"this line does not fit what was indexed: {what}") from error
         return self.type(*values)
 
     def array(self, rows: Sequence[Any], number: int) -> pa.Array:
         """The values of one key."""
-        one, inner, values = self.fields[number], self.inner[number], values_of(rows, number)
-        if one.type == JSON_TEXT:
-            return pa.ExtensionArray.from_storage(one.type, RawTexts(values).array())
-        if one.type == UNREADABLE:
-            return pa.ExtensionArray.from_storage(one.type, pa.nulls(len(values)))
+        key, inner, values = self.fields[number], self.inner[number], values_of(rows, number)
+        if key.type == JSON_TEXT:
+            return pa.ExtensionArray.from_storage(key.type, RawTexts(values).array())
+        if key.type == UNREADABLE:
+            return pa.ExtensionArray.from_storage(key.type, pa.nulls(len(values)))
         if inner is None:
-            return integer_lists(values, one.type) if _is_integers(one.type) else array_of(values, one.type)
+            return integer_lists(values, key.type) if _is_integers(key.type) else array_of(values, key.type)
         lacks = None
         if None in values:
             lacks, empty = bool_array(np.array([value is None for value in values])), inner.type()
             values = [empty if value is None else value for value in values]
         arrays = [inner.array(values, below) for below in range(len(inner.fields))]
         if not arrays:
-            return pa.Array.from_buffers(one.type, len(values), [None])
-        return pa.StructArray.from_arrays(arrays, fields=list(one.type), mask=lacks)
+            return pa.Array.from_buffers(key.type, len(values), [None])
+        return pa.StructArray.from_arrays(arrays, fields=list(key.type), mask=lacks)
 
 
 def _is_integers(kind: pa.DataType) -> bool:

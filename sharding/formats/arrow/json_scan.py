@@ -99,36 +99,36 @@ class LineScanner:
                 from the file's beginning.
         """
         num_rows, before = 0, self._num_elements
-        for at, piece in pieces(text):
-            _check_utf8(piece, offset + at)
+        for position, piece in pieces(text):
+            _check_utf8(piece, offset + position)
             num_lines, count = self._look_at_keys(piece), 0
             if self._is_known and 0 <= num_lines * self.num_keys <= MOST_CELLS:
                 count = self._scan_known(piece)
             if not count:
-                num_lines = self._scan_lines(piece, offset + at)
+                num_lines = self._scan_lines(piece, offset + position)
             num_rows += num_lines
             self._num_lines += num_lines
         return num_rows, self._num_elements - before
 
     def _look_at_keys(self, piece: bytes) -> int:
         """Count the lines, and note the first with a key twice; -1 where one is not one whole object."""
-        text, counted, at, num_lines = np.frombuffer(piece, np.uint8), np.zeros(2, np.int64), 0, 0
+        text, counted, position, num_lines = np.frombuffer(piece, np.uint8), np.zeros(2, np.int64), 0, 0
         while True:
             keys = address_of(self._keys), 0 if self.doubled else _KEY_SLOTS, address_of(counted)
-            answer = library().core_json_lines(address_of(text) + at, len(piece) - at, *keys)
-            num_lines, at = num_lines + int(counted[0]), at + int(counted[1])
+            answer = library().core_json_lines(address_of(text) + position, len(piece) - position, *keys)
+            num_lines, position = num_lines + int(counted[0]), position + int(counted[1])
             if answer != _LINE_KEYS:
                 return -1 if answer == _LINES_ODD else num_lines
-            end, doubled = piece.find(b"\n", at) + 1 or len(piece), list[str]()
+            end, doubled = piece.find(b"\n", position) + 1 or len(piece), list[str]()
             try:
-                json.loads(piece[at:end], object_pairs_hook=partial(note_doubled, doubled))
+                json.loads(piece[position:end], object_pairs_hook=partial(note_doubled, doubled))
             except (ValueError, RecursionError):
                 return -1
-            num_lines, at = num_lines + 1, end
+            num_lines, position = num_lines + 1, end
             if doubled:
                 self.doubled = self._num_lines + num_lines, doubled[0]
 
-    def _scan_lines(self, piece: bytes, at: int) -> int:
+    def _scan_lines(self, piece: bytes, offset: int) -> int:
         lines, done = lines_of(piece), 0
         self._is_known = True
         while done < len(lines):
@@ -137,7 +137,7 @@ class LineScanner:
             done += count
             if count < len(some):
                 if self._is_known:
-                    self._is_known, starts = False, at + starts_of_lines(piece)
+                    self._is_known, starts = False, offset + starts_of_lines(piece)
                 some = lines[done : done + _LEARNED_LINES]
                 self._learn(some, starts[done : done + len(some)].tolist())
                 done += len(some)
@@ -167,13 +167,13 @@ class LineScanner:
     def _learn(self, lines: Sequence[bytes], positions: Sequence[int]) -> None:
         """Look at lines, which begin at these bytes of the file, value by value."""
         self._is_new = False
-        for line, at in zip(lines, positions, strict=False):
-            with faults_of_line(at):
-                self._see_items(self.root, items_of(line), at, level=1)
+        for line, position in zip(lines, positions, strict=False):
+            with faults_of_line(position):
+                self._see_items(self.root, items_of(line), position, level=1)
         if self._is_new:
             self._rows = None
 
-    def _see_items(self, seen: SchemaInferrer, items: Mapping[str, Text], at: int, level: int) -> None:
+    def _see_items(self, seen: SchemaInferrer, items: Mapping[str, Text], position: int, level: int) -> None:
         """Note the values of an object's keys."""
         for key, text in items.items():
             child = seen.children.get(key)
@@ -181,12 +181,12 @@ class LineScanner:
                 self.num_keys += 1
                 if self.num_keys > self._max_keys:
                     reason = f"with this line there are more than {self._max_keys} different keys"
-                    raise LineError(at, f"{reason}; {_FEWER_KEYS}")
+                    raise LineError(position, f"{reason}; {_FEWER_KEYS}")
                 child = seen.children[key] = SchemaInferrer()
                 self._is_new = True
-            self._see(child, bytes(text), at, level)
+            self._see(child, bytes(text), position, level)
 
-    def _see(self, seen: SchemaInferrer, text: bytes, at: int, level: int) -> None:
+    def _see(self, seen: SchemaInferrer, text: bytes, position: int, level: int) -> None:
         if text == b"null":
             return
         seen.present += 1
@@ -199,9 +199,9 @@ class LineScanner:
         else:
             kinds = {VALUE, *_kinds_of([_scalar_in(text)])}
         for kind in kinds - seen.first.keys():
-            seen.first[kind], self._is_new = at, True
+            seen.first[kind], self._is_new = position, True
         if OBJECT in kinds:
-            self._see_items(seen, items_of(text), at, level + 1)
+            self._see_items(seen, items_of(text), position, level + 1)
 
 
 def note_doubled(doubled: list[str], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def note_doubled(doubled: list[str], pairs: list[tuple[str, Any]]) -> dict[str, 
     return known
 
 
-def _check_utf8(piece: bytes, at: int) -> None:
+def _check_utf8(piece: bytes, position: int) -> None:
     """Raise where a line is not UTF-8: msgspec does not look into what it passes over."""
     if piece.isascii():
         return
@@ -223,8 +223,8 @@ def _check_utf8(piece: bytes, at: int) -> None:
             try:
                 line.decode()
             except UnicodeDecodeError as error:
-                raise LineError(at, f"this line is not UTF-8: {error}") from error
-            at += len(line) + 1
+                raise LineError(position, f"this line is not UTF-8: {error}") from error
+            position += len(line) + 1
 
 
 def _numbers_in(text: bytes) -> list[Any] | None:
@@ -250,7 +250,7 @@ def _scalar_in(text: bytes) -> Any:
 def _kinds_of(values: Sequence[Any]) -> set[str]:
     """The kinds of numbers, bools and texts; of nulls none."""
     types = set(map(type, values)) - {type(None)}
-    kinds = {_KINDS[one] for one in types}
+    kinds = {_KINDS[kind] for kind in types}
     if int in types:
         integers = values if len(types) == 1 and None not in values else [v for v in values if type(v) is int]
         kinds |= integer_kinds(min(integers), max(integers))
@@ -282,10 +282,10 @@ class _ScannedRow:
         self.children = list(seen.children.values())
         self.inner = [_ScannedRow(child) if child.is_object else None for child in self.children]
         self.type: Any = None
-        if all(one is None or one.type is not None for one in self.inner):
+        if all(row is None or row.type is not None for row in self.inner):
             types = [
-                one.type | None if one else _scanned_type(child)
-                for one, child in zip(self.inner, self.children, strict=True)
+                row.type | None if row else _scanned_type(child)
+                for row, child in zip(self.inner, self.children, strict=True)
             ]
             self.type = row_type(list(seen.children), types, only=True)
         self.decoder = msgspec.json.Decoder(self.type) if self.type else None
@@ -316,9 +316,9 @@ class _ScannedRow:
 
 def _kinds_of_lists(texts: RawTexts) -> tuple[set[str], int]:
     """The kinds of what lists hold, and how many there are; of what is no list of numbers, `NESTED`."""
-    found = texts.integers(np.dtype(np.int64))
-    if found is not None:
-        numbers, _ = found
+    pair = texts.integers(np.dtype(np.int64))
+    if pair is not None:
+        numbers, _ = pair
         low, high = int(numbers.min(initial=0)), int(numbers.max(initial=0))
         if low > _LEAST and high < _GREATEST:
             return integer_kinds(low, high), len(numbers)
@@ -326,7 +326,7 @@ def _kinds_of_lists(texts: RawTexts) -> tuple[set[str], int]:
         lists = texts.values(_lists_of_numbers)
     except NOT_READ:
         return {NESTED}, 0
-    values = list(chain.from_iterable(one for one in lists if one is not None))
+    values = list(chain.from_iterable(items for items in lists if items is not None))
     return _kinds_of(values), len(values)
 
 

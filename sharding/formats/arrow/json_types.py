@@ -69,7 +69,7 @@ class SchemaInferrer:
     def field(self, name: str, path: str) -> pa.Field:
         """The Arrow field of these values; `path` is the column's name, with those of objects around it."""
         if self.is_object:
-            kind = pa.struct([one.field(key, f"{path}.{key}") for key, one in self.children.items()])
+            kind = pa.struct([child.field(key, f"{path}.{key}") for key, child in self.children.items()])
             return pa.field(name, kind)
         try:
             return pa.field(name, _type_of(self.first, path))
@@ -112,8 +112,8 @@ def _type_of(first: Mapping[str, int], path: str) -> pa.DataType:
     for kind in [*kinds, *(shape for shape in (LIST, NESTED, OBJECT) if shape in shapes)]:
         words.setdefault(_WORDS[kind], first[kind])
     if len(words) > 1:
-        (one, here), (other, there), *_ = sorted(words.items(), key=lambda pair: pair[1])
-        text = f"column {path!r} holds {one} {_on(here)}, but {other} {_on(there)}"
+        (word, here), (other, there), *_ = sorted(words.items(), key=lambda pair: pair[1])
+        text = f"column {path!r} holds {word} {_on(here)}, but {other} {_on(there)}"
         raise ValueError(f"{text}; {_CURE}")
     return pa.string() if TEXT in first else _number_type(first, path)
 
@@ -136,5 +136,5 @@ def _number_type(first: Mapping[str, int], path: str) -> pa.DataType:
     return pa.uint64() if _UNSIGNED in first else pa.int64()
 
 
-def _on(at: int) -> str:
-    return f"on the line at byte {at}"
+def _on(offset: int) -> str:
+    return f"on the line at byte {offset}"

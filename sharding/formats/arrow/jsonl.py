@@ -91,7 +91,7 @@ class JsonlFormat(TabularFormat):
                 "the last counts, as for json.loads",
                 stacklevel=2,
             )
-        fields = [one.field(key, key) for key, one in scanner.root.children.items()]
+        fields = [child.field(key, key) for key, child in scanner.root.children.items()]
         schema = pa.schema(fields, None if array is None else _ARRAY)
         specs = specs_of(schema, null_free=_null_free(scanner.root, sum(rows for _, _, rows, _ in runs)))
         if not is_whole:
@@ -216,8 +216,8 @@ def _lines_of_array(file: BinaryIO, url: str, *, warns: bool = False) -> tuple[b
     if odd is not None:
         raise CorruptShardError(url, f"is one JSON array whose item {odd} is no object, as samples are")
     if doubled:
-        told = f"{identity_of(url)}: key {doubled[0]!r} is there twice in an object of its array"
-        warnings.warn(f"{told}: the last counts, as for json.loads", stacklevel=3)
+        message = f"{identity_of(url)}: key {doubled[0]!r} is there twice in an object of its array"
+        warnings.warn(f"{message}: the last counts, as for json.loads", stacklevel=3)
     return b"".join(json.dumps(item).encode() + b"\n" for item in items), len(text)
 
 
@@ -232,24 +232,24 @@ def _reader(footer: bytes, columns: tuple[str, ...] | None, texts: frozenset[str
 
 def _projected(fields: Sequence[pa.Field], columns: Set[str], texts: Set[str], prefix: str) -> list[pa.Field]:
     """The fields in which the wanted columns lie, of structs the wanted parts only."""
-    wanted = []
-    for one in fields:
-        name = prefix + one.name
-        if pa.types.is_struct(one.type):
-            inner = _projected(list(one.type), columns, texts, f"{name}.")
-            wanted += [one.with_type(pa.struct(inner))] if inner else []
+    projection = []
+    for field in fields:
+        name = prefix + field.name
+        if pa.types.is_struct(field.type):
+            inner = _projected(list(field.type), columns, texts, f"{name}.")
+            projection += [field.with_type(pa.struct(inner))] if inner else []
         elif name in columns:
-            wanted.append(one.with_type(JSON_TEXT) if name in texts else one)
-    return wanted
+            projection.append(field.with_type(JSON_TEXT) if name in texts else field)
+    return projection
 
 
 def _null_free(seen: SchemaInferrer, num_rows: int, prefix: str = "") -> frozenset[str]:
     """The columns that no line lacks."""
     names: set[str] = set()
-    for key, one in seen.children.items():
-        if one.is_object:
-            names |= _null_free(one, num_rows, f"{prefix}{key}.")
-        elif one.present == num_rows:
+    for key, child in seen.children.items():
+        if child.is_object:
+            names |= _null_free(child, num_rows, f"{prefix}{key}.")
+        elif child.present == num_rows:
             names.add(prefix + key)
     return frozenset(names)
 

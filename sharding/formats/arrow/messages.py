@@ -123,22 +123,22 @@ def read_layout(file: BinaryIO, shard: Shard, *, allow_unfinished: bool = False)
 
 def _of_stream(file: BinaryIO, shard: Shard, start: int, size: int, allow_unfinished: bool) -> Layout:
     """Walk messages from byte `start` on: 0, or 8 in a file that lost its end."""
-    at, messages = start, list[Message]()
-    while isinstance(message := _message_at(file, shard, at, size), Message):
+    position, messages = start, list[Message]()
+    while isinstance(message := _message_at(file, shard, position, size), Message):
         messages.append(message)
-        at += message.length
+        position += message.length
     if [m.offset for m in messages if m.kind == SCHEMA] != [start]:
         raise shard.corrupt("not Arrow IPC, or truncated: it lacks its one schema", start)
     unfinished = "it ends without a footer" if start else ""
     if message < 0:
         unfinished = f"its last message lacks {-message} bytes"
-        if at == size:
+        if position == size:
             unfinished = "no end mark stands behind its last message"
         if not allow_unfinished:
-            raise shard.corrupt(f"truncated: {unfinished}; {_CURE}", at)
-    elif not start and at + message < size:
-        reason = f"broken Arrow stream: an end mark, and {size - at - message} bytes behind it"
-        raise shard.corrupt(reason, at)
+            raise shard.corrupt(f"truncated: {unfinished}; {_CURE}", position)
+    elif not start and position + message < size:
+        reason = f"broken Arrow stream: an end mark, and {size - position - message} bytes behind it"
+        raise shard.corrupt(reason, position)
     schema, batches = bytes_of(file, messages[0]), _of(RECORDS, messages)
     return Layout(schema, _of(DICTIONARY, messages), batches, unfinished=unfinished)
 
@@ -177,7 +177,7 @@ def _listed(file: BinaryIO, shard: Shard, kind: int, block: tuple[int, ...], end
 def _check_neighbours(file: BinaryIO, shard: Shard, messages: Sequence[Message], end: int) -> None:
     """Raise where something lies between a file's messages, or another message behind them."""
     ends = [message.offset + message.length for message in messages]
-    gap = next((at for at, after in zip(ends, messages[1:], strict=False) if at != after.offset), None)
+    gap = next((stop for stop, after in zip(ends, messages[1:], strict=False) if stop != after.offset), None)
     if gap is None and ends and isinstance(_message_at(file, shard, ends[-1], end), Message):
         gap = ends[-1]
     if gap is not None:
@@ -213,10 +213,10 @@ def _of(kind: int, messages: Sequence[Message]) -> list[Message]:
     return [message for message in messages if message.kind == kind]
 
 
-def _message_at(file: BinaryIO, shard: Shard, at: int, end: int) -> Message | int:
+def _message_at(file: BinaryIO, shard: Shard, offset: int, end: int) -> Message | int:
     """The message at a byte of the file. Of an end mark the bytes; below 0: how many of a message lack."""
-    file.seek(at)
-    prefix = file.read(min(8, end - at))
+    file.seek(offset)
+    prefix = file.read(min(8, end - offset))
     skip = 8 if prefix[:4] == _CONTINUATION else 4
     if len(prefix) < skip:
         return len(prefix) - skip
@@ -226,25 +226,25 @@ def _message_at(file: BinaryIO, shard: Shard, at: int, end: int) -> Message | in
     try:
         if not 0 < length <= _LARGEST_HEADER:
             raise ValueError(f"a header of {length} bytes")
-        if at + skip + length > end:
-            return end - at - skip - length
-        file.seek(at + skip)
-        message = _message(file.read(length), at, prefix[:skip])
+        if offset + skip + length > end:
+            return end - offset - skip - length
+        file.seek(offset + skip)
+        message = _message(file.read(length), offset, prefix[:skip])
     except (struct.error, ValueError) as error:
-        raise shard.corrupt(f"broken Arrow message: {error}", at) from error
-    return message if at + message.length <= end else end - at - message.length
+        raise shard.corrupt(f"broken Arrow message: {error}", offset) from error
+    return message if offset + message.length <= end else end - offset - message.length
 
 
-def _message(data: bytes, at: int, prefix: bytes) -> Message:
-    """The message whose header these bytes are, behind `prefix` at byte `at` of the file."""
+def _message(data: bytes, offset: int, prefix: bytes) -> Message:
+    """The message whose header these bytes are, behind `prefix` at byte `offset` of the file."""
     skip = len(prefix)
     root = _FlatTable.root(data)
     kind, body_length = root.number(1, "B"), root.number(3, "q")
     header = root.table(2)
     if kind not in _KINDS or header is None or body_length < 0:
         raise ValueError(f"a message of kind {kind} with a body of {body_length} bytes")
-    body = at + skip + len(data)
-    head = (kind, at, skip + len(data) + body_length, body_length)
+    body = offset + skip + len(data)
+    head = (kind, offset, skip + len(data) + body_length, body_length)
     if kind == DICTIONARY:
         entries = header.table(1)
         return Message(
@@ -282,9 +282,9 @@ def _message(data: bytes, at: int, prefix: bytes) -> Message:
 class _FlatTable:
     """A flatbuffer table: fields by their number in the .fbs file, with 0 for those left out."""
 
-    def __init__(self, data: bytes, at: int) -> None:
-        (to_vtable,) = struct.unpack_from("<i", data, at)
-        self._data, self._at, self._vtable = data, at, at - to_vtable
+    def __init__(self, data: bytes, start: int) -> None:
+        (to_vtable,) = struct.unpack_from("<i", data, start)
+        self._data, self._start, self._vtable = data, start, start - to_vtable
         if self._vtable < 0:
             raise ValueError("a flatbuffer table outside its header")
         (self._vtable_bytes,) = struct.unpack_from("<H", data, self._vtable)
@@ -294,30 +294,30 @@ class _FlatTable:
         return _FlatTable(data, struct.unpack_from("<I", data, 0)[0])
 
     def number(self, field: int, code: str) -> int:
-        at = self._position(field)
-        return 0 if at is None else int(struct.unpack_from(f"<{code}", self._data, at)[0])
+        position = self._position(field)
+        return 0 if position is None else int(struct.unpack_from(f"<{code}", self._data, position)[0])
 
     def table(self, field: int) -> _FlatTable | None:
-        at = self.target(field)
-        return None if at is None else _FlatTable(self._data, at)
+        position = self.target(field)
+        return None if position is None else _FlatTable(self._data, position)
 
     def structs(self, field: int, codes: str) -> list[tuple[int, ...]]:
-        at = self.target(field)
-        if at is None:
+        position = self.target(field)
+        if position is None:
             return []
-        (count,) = struct.unpack_from("<I", self._data, at)
-        end = at + 4 + count * struct.calcsize(f"<{codes}")
+        (count,) = struct.unpack_from("<I", self._data, position)
+        end = position + 4 + count * struct.calcsize(f"<{codes}")
         if end > len(self._data):
             raise ValueError("a flatbuffer vector outside its header")
-        return list(struct.iter_unpack(f"<{codes}", self._data[at + 4 : end]))
+        return list(struct.iter_unpack(f"<{codes}", self._data[position + 4 : end]))
 
     def _position(self, field: int) -> int | None:
         entry = 4 + 2 * field
         if entry >= self._vtable_bytes:
             return None
         (relative,) = struct.unpack_from("<H", self._data, self._vtable + entry)
-        return self._at + relative if relative else None
+        return self._start + relative if relative else None
 
     def target(self, field: int) -> int | None:
-        at = self._position(field)
-        return None if at is None else at + int(struct.unpack_from("<I", self._data, at)[0])
+        position = self._position(field)
+        return None if position is None else position + int(struct.unpack_from("<I", self._data, position)[0])

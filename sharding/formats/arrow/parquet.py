@@ -125,8 +125,8 @@ class ParquetFormat(TabularFormat):
         """The wanted columns of a row group, see `TabularFormat.table`. Encrypted pages are an error, too."""
         footer, group = _indexed(block)
         check_columns(columns, footer.names, block)
-        wanted = footer.names.values() if columns is None else [footer.names[name] for name in columns]
-        names = list(dict.fromkeys(leaf for leaves in wanted for leaf in leaves))
+        selection = footer.names.values() if columns is None else [footer.names[name] for name in columns]
+        names = list(dict.fromkeys(leaf for leaves in selection for leaf in leaves))
         try:
             table = _read_group(block, data, footer, group, names)
         except BROKEN as error:
@@ -153,8 +153,8 @@ class ParquetFormat(TabularFormat):
         """
         import pyarrow.dataset as ds  # it imports pandas, which takes 0.3 s
 
-        own, text, found = schema or self.schema(footer), str(expression), set[int]()
-        floats = [n for n, f in leaves(own) if pa.types.is_floating(f.type) and n.split(".")[-1] in text]
+        fields, text, groups = schema or self.schema(footer), str(expression), set[int]()
+        floats = [n for n, f in leaves(fields) if pa.types.is_floating(f.type) and n.split(".")[-1] in text]
         if len(floats) > 4:  # each one doubles the questions
             return None
         for are_nan in product((False, True), repeat=len(floats)):
@@ -163,8 +163,8 @@ class ParquetFormat(TabularFormat):
                 known &= (ds.field(name) == math.nan) & (ds.field(*name.split(".")) == math.nan)
             file = pa.BufferReader(_MAGIC + footer)
             fragment = ds.ParquetFileFormat().make_fragment(file, partition_expression=known)
-            found.update(group.id for group in fragment.subset(expression, schema=schema).row_groups)
-        return sorted(found)
+            groups.update(group.id for group in fragment.subset(expression, schema=schema).row_groups)
+        return sorted(groups)
 
     def select(self, block: Block, columns: Sequence[str]) -> list[tuple[int, int]]:
         """Byte ranges (offset in the file, length) that hold the wanted columns of a block.
@@ -175,7 +175,7 @@ class ParquetFormat(TabularFormat):
         check_columns(columns, footer.names, block)
         group = footer.metadata.row_group(number)
         pairs = zip(_chunk_ranges(group), map(group.column, range(group.num_columns)), strict=True)
-        return _joined([one for one, chunk in pairs if _belongs(chunk.path_in_schema, columns)])
+        return _joined([span for span, chunk in pairs if _belongs(chunk.path_in_schema, columns)])
 
 
 _NULL_LISTS = "Expected all lists to be of size"
@@ -224,22 +224,22 @@ class _BlockFile(io.RawIOBase):
 
     def __init__(self, block: Block, data: memoryview) -> None:
         super().__init__()
-        self._data, self._first, self._size, self._at = data, block.offset, block.shard.size, 0
+        self._data, self._first, self._size, self._cursor = data, block.offset, block.shard.size, 0
 
     def read(self, size: int | None = -1) -> memoryview:
-        start = self._at - self._first
+        start = self._cursor - self._first
         end = len(self._data) if size is None or size < 0 else start + size
         if start < 0 or end > len(self._data):
-            raise OSError(f"bytes {self._at} to {self._first + end} lie outside the row group")
-        self._at = self._first + end
+            raise OSError(f"bytes {self._cursor} to {self._first + end} lie outside the row group")
+        self._cursor = self._first + end
         return self._data[start:end]
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
+        self._cursor = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._cursor, io.SEEK_END: self._size}[whence]
+        return self._cursor
 
     def tell(self) -> int:
-        return self._at
+        return self._cursor
 
     def readable(self) -> bool:
         return True
@@ -404,8 +404,8 @@ def _mean_items(groups: Sequence[Any], name: str) -> int:
     means = [0.0]
     for group in groups:
         chunks = (group.column(i) for i in range(group.num_columns))
-        own = [chunk.num_values for chunk in chunks if _belongs(chunk.path_in_schema, (name,))]
-        means.append(max(own, default=0) / max(1, group.num_rows))
+        counts = [chunk.num_values for chunk in chunks if _belongs(chunk.path_in_schema, (name,))]
+        means.append(max(counts, default=0) / max(1, group.num_rows))
     return math.ceil(max(means))
 
 

@@ -103,7 +103,7 @@ def index_columns(schema: pa.Schema) -> frozenset[str]:
         listed = json.loads((schema.metadata or {})[b"pandas"])["index_columns"]
     except (KeyError, TypeError, ValueError, RecursionError):
         listed = ()
-    names = [one for one in listed if isinstance(one, str)] if isinstance(listed, list) else []
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     return frozenset([*names, *filter(_INDEX_NAME.fullmatch, schema.names)])
 
 
