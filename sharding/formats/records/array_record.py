@@ -97,10 +97,10 @@ class ArrayRecordFormat(RecordFormat):
         """Raise `ValueError` where the block's chunks lie outside it, or have other records than it has."""
         super().check(block)
         index = np.frombuffer(block.index, _CHUNK)
-        at = index["at"].astype(np.int64)
+        heads = index["at"].astype(np.int64)
         if int(index["records"].sum(dtype=np.int64)) != block.num_samples:
             raise ValueError(f"chunks of other than {block.num_samples} records")
-        if not len(at) or at[0] or (np.diff(at) <= 0).any() or at[-1] + _HEADER > block.length:
+        if not len(heads) or heads[0] or (np.diff(heads) <= 0).any() or heads[-1] + _HEADER > block.length:
             raise ValueError(f"a chunk lies outside of {block.length} bytes")
 
     def records(self, block: Block, data: memoryview) -> Records:
@@ -129,7 +129,7 @@ def _read_footer(file: BinaryIO, shard: Shard) -> tuple[Ints, Ints]:
             raise fail(not_one)
         fail = _failure(shard, footer_at, "index")
         footer = _one_chunk(file, footer_at, size - BLOCK, fail)
-        size_of_facts, facts_at = (one[:1, 0] for one in _fields_of(footer, 1, SPAN))
+        size_of_facts, facts_at = (array[:1, 0] for array in _fields_of(footer, 1, SPAN))
         if not facts_at.any():
             raise WireError("it tells nothing of an ArrayRecord")
         facts = Records(footer.data, facts_at, size_of_facts)
@@ -141,8 +141,8 @@ def _read_footer(file: BinaryIO, shard: Shard) -> tuple[Ints, Ints]:
         raise fail(f"version {version} of ArrayRecord; only version 1 is known")
     starts, counts = np.append(table[:, 0], footer_at), table[:, 2]
     if len(counts) != num_chunks or ((counts <= 0) | (counts >> 32)).any() or counts.sum() != num_records:
-        told = f"{num_records} records in {num_chunks} chunks"
-        raise fail(f"the footer tells {told}, and lists {counts.sum()} in {len(counts)}")
+        claim = f"{num_records} records in {num_chunks} chunks"
+        raise fail(f"the footer tells {claim}, and lists {counts.sum()} in {len(counts)}")
     outside = (starts < 0) | (starts > footer_at)  # differences of such numbers may wrap around
     if outside.any() or (np.diff(starts) < _HEADER).any():
         raise fail("the chunks that the footer lists do not lie one behind the other")
@@ -168,26 +168,26 @@ def _records(data: memoryview, offset: int, index: NDArray[np.void] | None, fail
         index: where each chunk begins, and its records; None: there is one, of any number.
         fail: makes the error of a reason.
     """
-    at = np.zeros(1, np.int64) if index is None else index["at"].astype(np.int64)
-    at = plain_positions(offset + at) - plain_positions(np.array([offset]))
+    starts = np.zeros(1, np.int64) if index is None else index["at"].astype(np.int64)
+    starts = plain_positions(offset + starts) - plain_positions(np.array([offset]))
     counts = None if index is None else index["records"].astype(np.int64)
-    return _records_in(without_headers(data, offset), at, counts, fail)
+    return _records_in(without_headers(data, offset), starts, counts, fail)
 
 
-def _records_in(plain: Bytes, at: Ints, expected: Ints | None, fail: _Fail) -> Records:
+def _records_in(plain: Bytes, starts: Ints, expected: Ints | None, fail: _Fail) -> Records:
     """The records of chunks that begin at some of the bytes without headers, and have so many records."""
-    if expected is not None and (found := _plain_records(plain, at, expected)) is not None:
-        return found
-    if int(at.max()) + _HEADER > len(plain):
+    if expected is not None and (records := _plain_records(plain, starts, expected)) is not None:
+        return records
+    if int(starts.max()) + _HEADER > len(plain):
         raise fail("truncated: a chunk lies behind its end")
-    _, size, _, kind, decoded = numbers_at(plain, at, "<u8", (5,)).T
+    _, size, _, kind, decoded = numbers_at(plain, starts, "<u8", (5,)).T
     counts = kind >> np.uint64(8)
     if expected is not None and (counts != expected.astype(np.uint64)).any():
         raise fail("shard changed or corrupt: a chunk has another number of records than its footer tells")
     if (wrong := kind & np.uint64(0xFF) != _SIMPLE).any():
         number = int(kind[wrong][0]) & 0xFF
         raise fail(_REFUSED.get(number, f"a chunk of the unknown type {number}, or none at all"))
-    body = at + _HEADER
+    body = starts + _HEADER
     if (
         (size < 2).any()
         or (size > (len(plain) - body).astype(np.uint64)).any()
@@ -202,14 +202,14 @@ def _records_in(plain: Bytes, at: Ints, expected: Ints | None, fail: _Fail) -> R
         raise fail(f"corrupt chunk: {error}") from error
 
 
-def _plain_records(plain: Bytes, at: Ints, counts: Ints) -> Records | None:
+def _plain_records(plain: Bytes, starts: Ints, counts: Ints) -> Records | None:
     """The records of chunks that are as they should be and not compressed, else None."""
-    at, counts = whole_numbers(at), whole_numbers(counts)
+    starts, counts = whole_numbers(starts), whole_numbers(counts)
     num_records = int(counts.sum())
     if num_records > len(plain):
         return None
     table = np.empty((2, num_records), np.int64)
-    spans = (address_of(plain), len(plain), address_of(at), address_of(counts), len(at))
+    spans = (address_of(plain), len(plain), address_of(starts), address_of(counts), len(starts))
     if library().core_records(*spans, address_of(table), address_of(table[1:])):
         return None
     return Records(plain, table[0], table[1])
@@ -221,15 +221,15 @@ def _sparse_records(
     """The records of chunks: of those that are not compressed, only what says what they hold is read."""
     bounds = plain_positions(starts)
     run = SparseCopy(PlainFile(file), int(bounds[0]), int(bounds[-1] - bounds[0]))
-    at = bounds[:-1] - bounds[0]
-    for first, end in zip(at.tolist(), [*at[1:].tolist(), len(run.data)], strict=True):
+    positions = bounds[:-1] - bounds[0]
+    for first, end in zip(positions.tolist(), [*positions[1:].tolist(), len(run.data)], strict=True):
         body = first + _HEADER + 1
         run.need(first, min(end, body + 10))
         size = int(numbers_at(run.data, np.array([first + 8]), "<u8")[0]) if body <= end else 0
         if size > end - first - _HEADER or run.data[body - 1]:
             run.need(first, end)
             continue
-        length, sizes_at = (int(one[0]) for one in varints_at(run.data, np.array([body]), 10))
+        length, sizes_at = (int(array[0]) for array in varints_at(run.data, np.array([body]), 10))
         values_at = sizes_at + length
         if not sizes_at <= values_at <= end:
             continue  # which the caller says
@@ -244,7 +244,7 @@ def _sparse_records(
         for start, stop in zip([values_at, *ends.tolist()], ends.tolist(), strict=False):
             if learner.looks_into_records and stop <= end:
                 run.need_structure(start, stop)
-    return _records_in(run.data, at, counts, fail)
+    return _records_in(run.data, positions, counts, fail)
 
 
 def _unpacked(plain: Bytes, start: Ints, end: Ints, decoded: Ints, counts: Ints) -> Records:
@@ -282,7 +282,7 @@ def _unpacked(plain: Bytes, start: Ints, end: Ints, decoded: Ints, counts: Ints)
 
 def _joined(parts: list[bytes]) -> tuple[Bytes, Ints, Ints]:
     """The bytes of all, where each begins, and where it ends."""
-    ends = np.cumsum([len(one) for one in parts])
+    ends = np.cumsum([len(part) for part in parts])
     return np.frombuffer(b"".join(parts), np.uint8), np.append(0, ends[:-1]), ends
 
 

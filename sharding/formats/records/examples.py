@@ -81,7 +81,7 @@ class Entries(NamedTuple):
 
 
 def parse(
-    data: Bytes, starts: Ints, ends: Ints, names: Iterable[str] = (), wanted: Collection[str] | None = None
+    data: Bytes, starts: Ints, ends: Ints, names: Iterable[str] = (), columns: Collection[str] | None = None
 ) -> Entries:
     """Find the features of records.
 
@@ -90,47 +90,47 @@ def parse(
         starts: where each begins, [n].
         ends: where each ends, [n].
         names: names that are known, to begin with.
-        wanted: names of which values are looked for; None: of all.
+        columns: names of which values are looked for; None: of all.
 
     Raises:
         WireError: a record is neither an Example nor a SequenceExample.
         TooManyNamesError: there are more than `MOST_FEATURES` names.
     """
     starts, ends = whole_numbers(starts), whole_numbers(ends)
-    known = list(dict.fromkeys([*names, *(wanted or ())]))
+    known = list(dict.fromkeys([*names, *(columns or ())]))
     keys = [name.encode() for name in known]
     key_bytes = np.frombuffer(b"".join(keys) + b"\0", np.uint8)
     key_sizes = np.array([*map(len, keys)], np.int64)
     table = np.empty((MOST_FEATURES, 3), np.int64)
     table[: len(keys), 0] = address_of(key_bytes) + np.cumsum(key_sizes) - key_sizes
     table[: len(keys), 1] = key_sizes
-    table[: len(keys), 2] = [wanted is None or name in wanted for name in known]
+    table[: len(keys), 2] = [columns is None or name in columns for name in known]
     spans = [address_of(data), len(data), address_of(starts), address_of(ends), len(starts)]
-    each = len(keys) if wanted is None else len(wanted)
+    each = len(keys) if columns is None else len(columns)
     most = np.full(4, 1 + min(_MOST_GUESSED, len(starts) * each))
     while True:
-        rows = [np.empty((3, int(one)), np.int64) for one in most]
-        out = np.array([[address_of(one), one.shape[1], 0] for one in rows])
-        more = [address_of(table), len(keys), MOST_FEATURES, wanted is None]
-        told = np.array([*spans, *more, *out.flat], np.int64)  # `core_examples`
-        if (status := library().core_parse(address_of(told))) == _TOO_MANY_NAMES:
+        rows = [np.empty((3, int(count)), np.int64) for count in most]
+        out = np.array([[address_of(array), array.shape[1], 0] for array in rows])
+        more = [address_of(table), len(keys), MOST_FEATURES, columns is None]
+        arguments = np.array([*spans, *more, *out.flat], np.int64)  # `core_examples`
+        if (status := library().core_parse(address_of(arguments))) == _TOO_MANY_NAMES:
             raise TooManyNamesError(f"there are more than {MOST_FEATURES} names of features")
         unharmed(status)
-        found = told[len(spans) + len(more) :].reshape(4, 3)[:, 2]
-        if (found <= most).all():
+        counts = arguments[len(spans) + len(more) :].reshape(4, 3)[:, 2]
+        if (counts <= most).all():
             break
-        most = found  # there are more rows than were guessed
-    for address, size, _ in table[len(keys) : told[len(spans) + 1]].tolist():
+        most = counts  # there are more rows than were guessed
+    for address, size, _ in table[len(keys) : arguments[len(spans) + 1]].tolist():
         start = address - address_of(data)
         try:
             known.append(data[start : start + size].tobytes().decode())
         except UnicodeDecodeError as error:
             raise WireError("a feature's name is not UTF-8") from error
     (record, name, is_series), (step_of, *_), (list_of, kind, _), (value_of, start, end) = (
-        one[:, :count] for one, count in zip(rows, found.tolist(), strict=True)
+        array[:, :count] for array, count in zip(rows, counts.tolist(), strict=True)
     )
     nth = np.arange(len(name))
-    one_each = not is_series.any() and all(np.array_equal(one, nth) for one in (step_of, list_of, value_of))
+    one_each = not is_series.any() and all(np.array_equal(row, nth) for row in (step_of, list_of, value_of))
     return Entries(
         known, record, name, is_series == 1, step_of, list_of, kind, value_of, start, end, one_each
     )
@@ -276,10 +276,10 @@ _NONE: Ints = np.zeros(0, np.int64)
 
 
 def _contradiction(name: str, kinds: Collection[int], has_both: bool) -> str:
-    one, other = (
+    form, other = (
         ["one list", "a list of steps"] if has_both else [_KIND_NAMES[kind] for kind in sorted(kinds)[:2]]
     )
-    return f"feature {name!r} holds {one} in some records and {other} in others"
+    return f"feature {name!r} holds {form} in some records and {other} in others"
 
 
 def _widened(before: tuple[int, int] | None, numbers: Ints | None) -> tuple[int, int] | None:
@@ -311,10 +311,10 @@ def _values(data: Bytes, kind: int, start: Ints, end: Ints) -> tuple[NDArray[np.
     return _NONE, np.stack([start, sizes], axis=1), np.ones(len(start), np.int64)
 
 
-def _same_counts(name: str, counts: Ints, wanted: int) -> None:
-    if (counts != wanted).any():
-        other = int(counts[counts != wanted][0])
-        raise WireError(f"feature {name!r} holds {other} values, where {wanted} were indexed")
+def _same_counts(name: str, counts: Ints, expected: int) -> None:
+    if (counts != expected).any():
+        other = int(counts[counts != expected][0])
+        raise WireError(f"feature {name!r} holds {other} values, where {expected} were indexed")
 
 
 def _fixed(

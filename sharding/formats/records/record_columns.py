@@ -54,7 +54,7 @@ class RecordLearner:
             entries = parse(records.data, records.starts, ends, self._features)
             self._num_records += len(ends)
             facts = {name: self._features.setdefault(name, FeatureFacts()) for name in entries.names}
-            self._copied.append({name: one.add(records.data, entries, name) for name, one in facts.items()})
+            self._copied.append({name: fact.add(records.data, entries, name) for name, fact in facts.items()})
         except WireError:
             self._is_raw = True  # one that is no Example: then none is taken for one
         except TooManyNamesError as error:
@@ -65,10 +65,10 @@ class RecordLearner:
         """Return the bytes that each run takes with its columns."""
         if self.is_raw:
             return self._num_bytes
-        views = {name for name, one in self._features.items() if one.kinds == {BYTES} and not one.is_list}
+        views = {name for name, fact in self._features.items() if fact.kinds == {BYTES} and not fact.is_list}
         return [
-            own + sum(size for name, size in copied.items() if name not in views)
-            for own, copied in zip(self._num_bytes, self._copied, strict=True)
+            num_bytes + sum(size for name, size in copied.items() if name not in views)
+            for num_bytes, copied in zip(self._num_bytes, self._copied, strict=True)
         ]
 
     @property
@@ -92,7 +92,7 @@ class RecordLearner:
     def missing(self) -> dict[str, str]:
         """See `ShardScan.missing`: how many records lack each feature that some lack, in words."""
         features = {} if self.is_raw else self._features
-        lacks = {name: self._num_records - one.num_records for name, one in sorted(features.items())}
+        lacks = {name: self._num_records - fact.num_records for name, fact in sorted(features.items())}
         return {name: f"{n} of {self._num_records} records" for name, n in lacks.items() if n}
 
 
@@ -144,12 +144,12 @@ class RecordFormat(Format):
 
     def decode_as(self, block: Block, data: memoryview, specs: Mapping[str, ColumnSpec | None]) -> Columns:
         """See `Format.decode_as`; raises as `decode` does."""
-        own = _specs_in(bytes(block.footer))
+        known = _specs_in(bytes(block.footer))
         for name in specs:
-            if name not in own:
-                raise block.corrupt(f"no column {name!r}; the shard has {', '.join(own) or 'no columns'}")
-            if own[name].kind in ("other", "unreadable"):
-                raise block.corrupt(f"column {name!r} cannot be delivered: {own[name].note}")
+            if name not in known:
+                raise block.corrupt(f"no column {name!r}; the shard has {', '.join(known) or 'no columns'}")
+            if known[name].kind in ("other", "unreadable"):
+                raise block.corrupt(f"column {name!r} cannot be delivered: {known[name].note}")
         if not specs:
             return {}
         records = self.records(block, data)
@@ -157,9 +157,9 @@ class RecordFormat(Format):
             return {RECORD_COLUMN: Spans(records.data, records.starts, records.sizes)}
         ends = records.starts + records.sizes
         try:
-            entries = parse(records.data, records.starts, ends, own, specs)
+            entries = parse(records.data, records.starts, ends, known, specs)
             return {
-                name: column(records.data, entries, name, specs[name] or own[name], block.num_samples)
+                name: column(records.data, entries, name, specs[name] or known[name], block.num_samples)
                 for name in specs
             }
         except WireError as error:

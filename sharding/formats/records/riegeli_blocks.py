@@ -15,9 +15,9 @@ _HEADER = 24
 _PLAIN_BLOCK = BLOCK - _HEADER
 
 
-def plain_positions(at: Ints) -> Ints:
+def plain_positions(positions: Ints) -> Ints:
     """Return the plain positions of bytes of the file at which something may begin."""
-    return at - _HEADER * -(-at // BLOCK)
+    return positions - _HEADER * -(-positions // BLOCK)
 
 
 def without_headers(data: memoryview, offset: int) -> Bytes:
@@ -35,17 +35,17 @@ class PlainFile:
     """A file as it is without its headers: positions are plain ones. Reading moves the file."""
 
     def __init__(self, file: ReadableFile) -> None:
-        self._file, self._at = file, 0
+        self._file, self._cursor = file, 0
 
     def seek(self, offset: int, /) -> int:
         """Go to a plain position."""
-        self._at = offset
+        self._cursor = offset
         return offset
 
     def read(self, size: int, /) -> bytes:
         """Read at most so many bytes, fewer at the end of the file only."""
-        start, end = (at + _HEADER * (at // _PLAIN_BLOCK + 1) for at in (self._at, self._at + size - 1))
+        start, end = (i + _HEADER * (i // _PLAIN_BLOCK + 1) for i in (self._cursor, self._cursor + size - 1))
         self._file.seek(start)
         plain = without_headers(memoryview(self._file.read(end + 1 - start)), start).tobytes()
-        self._at += len(plain)
+        self._cursor += len(plain)
         return plain

@@ -54,11 +54,11 @@ class SparseCopy:
             return
         if not self._low <= start <= self._high:
             self._low = self._high = start
-        at, self._high = self._high, min(max(end, self._high + AHEAD_BYTES), len(self._view))
-        self._file.seek(self._offset + at)
-        while at < self._high and (piece := self._file.read(self._high - at)):
-            self._view[at : at + len(piece)] = piece
-            at += len(piece)
+        position, self._high = self._high, min(max(end, self._high + AHEAD_BYTES), len(self._view))
+        self._file.seek(self._offset + position)
+        while position < self._high and (piece := self._file.read(self._high - position)):
+            self._view[position : position + len(piece)] = piece
+            position += len(piece)
 
     def need_structure(self, start: int, end: int) -> None:
         """Read what says what a record holds; all of it, if that is no Example."""
@@ -67,20 +67,20 @@ class SparseCopy:
         except WireError:
             self.need(start, end)
 
-    def _walk(self, at: int, end: int, depth: int, kind: int) -> None:
-        while at < end:
-            self.need(at, min(end, at + 12))
-            tag, at = varint(self._view[:end], at)
+    def _walk(self, position: int, end: int, depth: int, kind: int) -> None:
+        while position < end:
+            self.need(position, min(end, position + 12))
+            tag, position = varint(self._view[:end], position)
             if tag & 7 != SPAN:
-                self.need(at, end)
+                self.need(position, end)
                 return
-            size, at = varint(self._view[:end], at)
-            stop, number = at + size, tag >> 3
+            size, position = varint(self._view[:end], position)
+            stop, number = position + size, tag >> 3
             if stop > end:
                 raise WireError("a field ends behind its message")
             is_bytes = depth == _VALUES and kind == 1
             if size <= _SHORT_BYTES or (depth == _VALUES and not is_bytes) or number not in _CHILDREN[depth]:
-                self.need(at, stop)
+                self.need(position, stop)
             elif not is_bytes:
-                self._walk(at, stop, depth + 1, number if depth == _LISTS else 0)
-            at = stop
+                self._walk(position, stop, depth + 1, number if depth == _LISTS else 0)
+            position = stop

@@ -168,31 +168,30 @@ class _RunReader:
 
     def runs(self, learner: RecordLearner) -> Iterator[tuple[int, Records]]:
         """(offset, records) of each run; of large records only what `learner` looks at, if that can be."""
-        offset, ahead, wanted = 0, b"", self._run_bytes
-        while ahead := self._filled(offset, ahead, wanted):
+        offset, ahead, num_bytes = 0, b"", self._run_bytes
+        while ahead := self._filled(offset, ahead, num_bytes):
             starts, sizes, end, whole = self._walk(ahead, offset)
             wrong = _wrong_checksums(np.frombuffer(ahead, np.uint8), starts, sizes)
             if len(wrong):
-                at = int(starts[wrong[0]]) - _HEADER.size
-                raise self._corrupt("the checksum of this record is wrong", offset + at)
+                start = int(starts[wrong[0]]) - _HEADER.size
+                raise self._corrupt("the checksum of this record is wrong", offset + start)
             if len(starts):
                 yield offset, Records(np.frombuffer(ahead, np.uint8)[:end], starts, sizes)
-            elif len(ahead) < wanted:
+            elif len(ahead) < num_bytes:
                 raise self._corrupt(f"ends within this record, {whole - len(ahead)} bytes too early", offset)
             is_sparse = not self._is_compressed and end > SPARSE_MEAN_BYTES * len(starts)
-            offset, ahead, wanted = offset + end, ahead[end:], max(self._run_bytes, whole - end)
+            offset, ahead, num_bytes = offset + end, ahead[end:], max(self._run_bytes, whole - end)
             while is_sparse and (records := self._sparse_run(offset, learner)):
                 yield offset, records
-                offset, ahead, wanted = offset + len(records.data), b"", self._run_bytes
+                offset, ahead, num_bytes = offset + len(records.data), b"", self._run_bytes
                 is_sparse = len(records.data) > SPARSE_MEAN_BYTES * len(records.sizes)
 
-    def _filled(self, offset: int, ahead: bytes, wanted: int) -> bytes:
+    def _filled(self, offset: int, ahead: bytes, num_bytes: int) -> bytes:
         """Read so many bytes from `offset` on, fewer only at the end, where the first of them are there."""
         self._file.seek(offset + len(ahead))
-        pieces, missing = [ahead], wanted - len(ahead)
-        while missing > 0 and (
-            piece := self._file.read(missing)
-        ):  # decompressing readers give less at a time
+        pieces, missing = [ahead], num_bytes - len(ahead)
+        # Decompressing readers give less at a time.
+        while missing > 0 and (piece := self._file.read(missing)):
             pieces.append(piece)
             missing -= len(piece)
         return b"".join(pieces)
@@ -204,50 +203,47 @@ class _RunReader:
         """
         table, buffer = np.empty((2, len(data) // _AROUND), np.int64), np.frombuffer(data, np.uint8)
         room = (address_of(table), address_of(table[1:]), table.shape[1])
-        found = library().core_tfrecords(address_of(buffer), len(data), *room)
-        starts, sizes = table[:, :found].copy()
-        at = int(starts[-1] + sizes[-1]) + _CRC_BYTES if found else 0
-        stop = at + _HEADER.size
+        count = library().core_tfrecords(address_of(buffer), len(data), *room)
+        starts, sizes = table[:, :count].copy()
+        end = int(starts[-1] + sizes[-1]) + _CRC_BYTES if count else 0
+        stop = end + _HEADER.size
         if stop <= len(data):
-            stop = at + _AROUND + self._length(memoryview(data), at, offset)
-        return starts, sizes, at, stop
+            stop = end + _AROUND + self._length(memoryview(data), end, offset)
+        return starts, sizes, end, stop
 
     def _sparse_run(self, offset: int, learner: RecordLearner) -> Records | None:
         """A run of records of which only what says what they hold is read; None: there are no more."""
         left = self._file.seek(0, io.SEEK_END) - offset
-        run, at, found = (
-            SparseCopy(self._file, offset, min(left, self._run_bytes)),
-            0,
-            list[tuple[int, int]](),
-        )
-        while at < len(run.data):
-            stop = at + _HEADER.size
+        run = SparseCopy(self._file, offset, min(left, self._run_bytes))
+        start, spans = 0, list[tuple[int, int]]()
+        while start < len(run.data):
+            stop = start + _HEADER.size
             if stop <= len(run.data):
-                run.need(at, stop)
-                length = self._length(run.data.data, at, offset)
-                stop = at + _AROUND + length
+                run.need(start, stop)
+                length = self._length(run.data.data, start, offset)
+                stop = start + _AROUND + length
             if stop > left:
-                raise self._corrupt(f"ends within this record, {stop - left} bytes too early", offset + at)
+                raise self._corrupt(f"ends within this record, {stop - left} bytes too early", offset + start)
             if stop > len(run.data):
-                if found:
+                if spans:
                     break
                 run = SparseCopy(self._file, offset, stop)
                 continue
             if learner.looks_into_records:
-                run.need_structure(at + _HEADER.size, stop - _CRC_BYTES)
-            found.append((at + _HEADER.size, length))
-            at = stop
-        starts, sizes = np.array(found, np.int64).reshape(-1, 2).T
-        return Records(run.data[:at], starts, sizes) if found else None
+                run.need_structure(start + _HEADER.size, stop - _CRC_BYTES)
+            spans.append((start + _HEADER.size, length))
+            start = stop
+        starts, sizes = np.array(spans, np.int64).reshape(-1, 2).T
+        return Records(run.data[:start], starts, sizes) if spans else None
 
-    def _length(self, data: memoryview, at: int, offset: int) -> int:
+    def _length(self, data: memoryview, start: int, offset: int) -> int:
         """The length of a record by its header, whose checksum is verified."""
-        length, crc = _HEADER.unpack_from(data, at)
-        if _masked_length(data[at : at + 8]) != crc:
-            what = "no TFRecord file: " if offset + at == 0 else ""
-            raise self._corrupt(f"{what}the checksum of this record's length is wrong", offset + at)
+        length, crc = _HEADER.unpack_from(data, start)
+        if _masked_length(data[start : start + 8]) != crc:
+            what = "no TFRecord file: " if offset + start == 0 else ""
+            raise self._corrupt(f"{what}the checksum of this record's length is wrong", offset + start)
         if length > _MOST_BYTES:
-            raise self._corrupt(f"a record of {length} bytes; at most 2 GiB are read", offset + at)
+            raise self._corrupt(f"a record of {length} bytes; at most 2 GiB are read", offset + start)
         return int(length)
 
     def _corrupt(self, reason: str, offset: int) -> CorruptShardError:

@@ -42,16 +42,16 @@ def fields(data: Bytes, starts: Ints, ends: Ints, count: int, kind: int = VARINT
         WireError: a message is damaged, or none at all.
     """
     numbers, behind = np.zeros((2, len(starts), count), np.int64)
-    rows, at = np.flatnonzero(starts < ends), starts.copy()
+    rows, positions = np.flatnonzero(starts < ends), starts.copy()
     if (starts[rows] < 0).any() or (ends[rows] > len(data)).any():
         raise WireError(_DAMAGE[-1])
     while len(rows):
-        tag, begin = varints_at(data, at[rows], _HEAD_BYTES)
+        tag, begin = varints_at(data, positions[rows], _HEAD_BYTES)
         number, wire = tag >> 3, tag & 7
         if (number == 0).any() or not np.isin(wire, (VARINT, FIXED64, SPAN, FIXED32)).all():
             raise WireError(_DAMAGE[-3 if (number == 0).any() else -4])
         is_fixed = (wire == FIXED64) | (wire == FIXED32)
-        value, end = varints_at(data, np.where(is_fixed, at[rows], begin), 10)
+        value, end = varints_at(data, np.where(is_fixed, positions[rows], begin), 10)
         end = np.where(is_fixed, begin + np.where(wire == FIXED64, 8, 4), end)
         stop = end + np.where(wire == SPAN, value, 0)
         if (stop > ends[rows]).any() or (stop < end).any():
@@ -61,7 +61,7 @@ def fields(data: Bytes, starts: Ints, ends: Ints, count: int, kind: int = VARINT
         is_wanted = (wire == kind) & (number <= count)
         numbers[rows[is_wanted], number[is_wanted] - 1] = value[is_wanted]
         behind[rows[is_wanted], number[is_wanted] - 1] = end[is_wanted]
-        at[rows] = stop
+        positions[rows] = stop
         rows = rows[stop < ends[rows]]
     return numbers, behind
 
@@ -85,19 +85,19 @@ def numbers_in(data: Bytes, starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
     return numbers, counts
 
 
-def varints_at(data: Bytes, at: Ints, most_bytes: int) -> tuple[Ints, Ints]:
+def varints_at(data: Bytes, positions: Ints, most_bytes: int) -> tuple[Ints, Ints]:
     """The numbers that begin at some bytes, and where each ends; beyond `data` they are anything."""
-    byte = data.take(at, mode="clip")
-    value, at = (byte & 0x7F).astype(np.int64), at + 1
+    byte = data.take(positions, mode="clip")
+    value, positions = (byte & 0x7F).astype(np.int64), positions + 1
     rows, size = np.flatnonzero(byte >= 0x80), 1
     while len(rows):
         if size == most_bytes:
             raise WireError(f"a number takes more than {most_bytes} bytes")
-        byte = data.take(at[rows], mode="clip")
+        byte = data.take(positions[rows], mode="clip")
         value[rows] |= (byte & 0x7F).astype(np.int64) << 7 * size
-        at[rows] += 1
+        positions[rows] += 1
         rows, size = rows[byte >= 0x80], size + 1
-    return value, at
+    return value, positions
 
 
 def whole_numbers(numbers: Ints) -> Ints:
@@ -105,22 +105,22 @@ def whole_numbers(numbers: Ints) -> Ints:
     return np.ascontiguousarray(numbers, np.int64)
 
 
-def unharmed(found: int) -> int:
+def unharmed(result: int) -> int:
     """Return what a function of the library found; raises `WireError` where that is damage."""
-    if found < 0:
-        raise WireError(_DAMAGE[found])
-    return found
+    if result < 0:
+        raise WireError(_DAMAGE[result])
+    return result
 
 
-def varint(body: bytes | memoryview, at: int) -> tuple[int, int]:
+def varint(body: bytes | memoryview, position: int) -> tuple[int, int]:
     """The tag or length that begins at a byte, and where it ends."""
     value = shift = 0
     try:
-        while (byte := body[at]) >= 0x80:
+        while (byte := body[position]) >= 0x80:
             value |= (byte & 0x7F) << shift
-            at, shift = at + 1, shift + 7
+            position, shift = position + 1, shift + 7
             if shift >= 7 * _HEAD_BYTES:
                 raise WireError(f"a number takes more than {_HEAD_BYTES} bytes")
     except IndexError as error:
         raise WireError("a number ends behind its message") from error
-    return value | byte << shift, at + 1
+    return value | byte << shift, position + 1

@@ -118,25 +118,25 @@ class SampleLayout(Struct, frozen=True):
             starts: of the samples, [n].
             free: lengths of the columns without a fixed size, [n, num_free].
         """
-        at, number, spans = starts + 4 * self.num_heads, 0, {}
+        begins, number, spans = starts + 4 * self.num_heads, 0, {}
         for column in self.columns:
             if column.size is None:
-                own = free[:, number]
+                lengths = free[:, number]
                 number += 1
             else:
-                own = np.full(len(starts), column.size, np.int64)
-            spans[column.name] = at, own
-            at = at + own
+                lengths = np.full(len(starts), column.size, np.int64)
+            spans[column.name] = begins, lengths
+            begins = begins + lengths
         return spans
 
     def locate(self, block: Block, sizes: Ints, columns: Sequence[str] | None) -> dict[str, Spans] | None:
         """Return where values lie if the sizes of samples, [n], tell; see `Format.locate`."""
-        wanted = self.wanted(block, columns)
-        if self.num_free > 1 or any(column.is_rewritten for column in wanted):
+        selection = self.wanted(block, columns)
+        if self.num_free > 1 or any(column.is_rewritten for column in selection):
             return None
         spans = self.spans(np.cumsum(sizes) - sizes, (sizes - self.least_bytes)[:, None][:, : self.num_free])
         empty = np.empty(0, np.uint8)
-        return {column.name: Spans(empty, *spans[column.name]) for column in wanted}
+        return {column.name: Spans(empty, *spans[column.name]) for column in selection}
 
     def decode(
         self, block: Block, buffer: Bytes, starts: Ints, ends: Ints, columns: Sequence[str] | None
@@ -145,7 +145,7 @@ class SampleLayout(Struct, frozen=True):
 
         Raises `CorruptShardError` for lengths that are not those of a sample, or an unknown column.
         """
-        wanted = self.wanted(block, columns)
+        selection = self.wanted(block, columns)
         if (ends - starts < 4 * self.num_heads).any():
             raise block.corrupt("a sample is shorter than the lengths of its columns")
         if self.heads == "none":
@@ -162,7 +162,7 @@ class SampleLayout(Struct, frozen=True):
             reason = f"the columns of sample {block.first_in_shard + i} do not take the bytes that it has"
             raise block.shard.corrupt(reason, block.offset + int(starts[i]), stage="decode")
         spans = self.spans(starts, free)
-        return {column.name: column.decode(buffer, *spans[column.name], block) for column in wanted}
+        return {column.name: column.decode(buffer, *spans[column.name], block) for column in selection}
 
     def _lengths(self, buffer: Bytes, starts: Ints) -> tuple[Ints, NDArray[np.bool_]]:
         """The lengths before samples, [n, num_heads], and which are of columns without a fixed size."""

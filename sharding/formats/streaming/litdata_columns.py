@@ -106,7 +106,7 @@ def layout_of(names: Sequence[str], encodings: Sequence[str], heads: Heads) -> S
     """Check the columns of a chunk. `ValueError` for what no chunk has."""
     if len({*names}) < len(names) or len(names) != len(encodings) or not names:
         raise ValueError(f"{len(encodings)} encodings of the columns {list(names)}")
-    if not all(isinstance(one, str) for one in (*names, *encodings)):
+    if not all(isinstance(text, str) for text in (*names, *encodings)):
         raise ValueError(f"its encodings are {list(encodings)}")
     return SampleLayout(tuple(map(column_of, names, encodings)), heads)
 
@@ -175,78 +175,78 @@ def nested_of(data: bytes) -> Any:
 _U32, _I64, _F64 = struct.Struct("<I"), struct.Struct("<q"), struct.Struct("<d")
 
 
-def _nested(data: bytes, at: int, depth: int) -> tuple[Any, int]:
+def _nested(data: bytes, offset: int, depth: int) -> tuple[Any, int]:
     """The value that begins at a byte, and where it ends."""
     if depth > _MOST_NESTED:
         raise ValueError(f"more than {_MOST_NESTED} levels")
-    tag, at = data[at], at + 1
+    tag, offset = data[offset], offset + 1
     if tag in (7, 8, 9, 10, 11):
-        return _scalar(tag - 7, data, at)
-    count, at = _U32.unpack_from(data, at)[0], at + 4
+        return _scalar(tag - 7, data, offset)
+    count, offset = _U32.unpack_from(data, offset)[0], offset + 4
     if tag == 0:
-        return json.loads(_taken(data, at, count)), at + count
+        return json.loads(_taken(data, offset, count)), offset + count
     if tag in (2, 3):
         return np.frombuffer(
-            _taken(data, at, 8 * count), "<i8" if tag == 2 else "<f8"
-        ).tolist(), at + 8 * count
+            _taken(data, offset, 8 * count), "<i8" if tag == 2 else "<f8"
+        ).tolist(), offset + 8 * count
     if tag == 4:
-        return [byte != 0 for byte in _taken(data, at, count)], at + count
+        return [byte != 0 for byte in _taken(data, offset, count)], offset + count
     if count > len(data):
         raise ValueError(f"no nested value of LitData: {count} values in {len(data)} bytes")
     if tag == 1:
         items = []
         for _ in range(count):
-            item, at = _text(data, at)
+            item, offset = _text(data, offset)
             items.append(item)
-        return items, at
+        return items, offset
     if tag == 5:
         mapping = {}
         for _ in range(count):
-            key, at = _text(data, at)
-            mapping[key], at = _nested(data, at, depth + 1)
-        return mapping, at
+            key, offset = _text(data, offset)
+            mapping[key], offset = _nested(data, offset, depth + 1)
+        return mapping, offset
     if tag == 6:
-        return _records(data, at, count)
+        return _records(data, offset, count)
     raise ValueError(f"no nested value of LitData: it begins with {tag}")
 
 
-def _records(data: bytes, at: int, count: int) -> tuple[list[dict[str, Any]], int]:
-    num_keys, at = _U32.unpack_from(data, at)[0], at + 4
+def _records(data: bytes, offset: int, count: int) -> tuple[list[dict[str, Any]], int]:
+    num_keys, offset = _U32.unpack_from(data, offset)[0], offset + 4
     if num_keys > len(data):
         raise ValueError(f"no nested value of LitData: {num_keys} keys in {len(data)} bytes")
     keys, rows = [], []
     for _ in range(num_keys):
-        key, at = _text(data, at)
+        key, offset = _text(data, offset)
         keys.append(key)
     for _ in range(count):
         row: dict[str, Any] = {}
         for key in keys:
-            tag, at = data[at], at + 1
+            tag, offset = data[offset], offset + 1
             if not 0x10 <= tag <= 0x14:
                 raise ValueError(f"no nested value of LitData: a field begins with {tag}")
-            row[key], at = (None, at) if tag == 0x10 else _scalar(tag - 0x11, data, at)
+            row[key], offset = (None, offset) if tag == 0x10 else _scalar(tag - 0x11, data, offset)
         rows.append(row)
-    return rows, at
+    return rows, offset
 
 
-def _scalar(kind: int, data: bytes, at: int) -> tuple[Any, int]:
+def _scalar(kind: int, data: bytes, offset: int) -> tuple[Any, int]:
     """Text, an integer, a fraction, a truth value or nothing."""
     if kind == 0:
-        return _text(data, at)
+        return _text(data, offset)
     if kind in (1, 2):
-        return (_I64 if kind == 1 else _F64).unpack_from(data, at)[0], at + 8
-    return (data[at] != 0, at + 1) if kind == 3 else (None, at)
+        return (_I64 if kind == 1 else _F64).unpack_from(data, offset)[0], offset + 8
+    return (data[offset] != 0, offset + 1) if kind == 3 else (None, offset)
 
 
-def _text(data: bytes, at: int) -> tuple[str, int]:
-    (length,) = _U32.unpack_from(data, at)
-    return _taken(data, at + 4, length).decode(), at + 4 + length
+def _text(data: bytes, offset: int) -> tuple[str, int]:
+    (length,) = _U32.unpack_from(data, offset)
+    return _taken(data, offset + 4, length).decode(), offset + 4 + length
 
 
-def _taken(data: bytes, at: int, count: int) -> bytes:
-    if at + count > len(data):
+def _taken(data: bytes, offset: int, count: int) -> bytes:
+    if offset + count > len(data):
         raise ValueError("no nested value of LitData: it is truncated")
-    return data[at : at + count]
+    return data[offset : offset + count]
 
 
 RULES: dict[str, str | Callable[[bytes], Any]] = {

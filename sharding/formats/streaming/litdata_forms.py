@@ -34,12 +34,12 @@ def as_footer(layout: SampleLayout, codec: str | None, **more: Any) -> bytes:
     return json.dumps({"columns": columns, "heads": layout.heads, "codec": codec, **more}).encode()
 
 
-def check_count(chunk: Mapping[str, Any], found: int, shard: Shard) -> None:
+def check_count(chunk: Mapping[str, Any], count: int, shard: Shard) -> None:
     """Raise `CorruptShardError` where `index.json` says another number of samples."""
-    if chunk.get("chunk_size") != found:
+    if chunk.get("chunk_size") != count:
         said = chunk.get("chunk_size")
         reason = (
-            f"{LISTING_NAME} says that it has {said} samples, and it has {found}: one is another dataset's"
+            f"{LISTING_NAME} says that it has {said} samples, and it has {count}: one is another dataset's"
         )
         raise shard.corrupt(reason)
 
@@ -47,8 +47,8 @@ def check_count(chunk: Mapping[str, Any], found: int, shard: Shard) -> None:
 def scan_frames(file: BinaryIO, shard: Shard, layout: SampleLayout, chunk: Mapping[str, Any]) -> ShardScan:
     """Frames of zstd, whose table stands behind that of the samples."""
 
-    def corrupt(reason: str, at: int) -> CorruptShardError:
-        return shard.corrupt(f"in its table of frames: {reason}", at)
+    def corrupt(reason: str, position: int) -> CorruptShardError:
+        return shard.corrupt(f"in its table of frames: {reason}", position)
 
     file.seek(0)
     head = file.read(_PREFIX.size)
@@ -106,7 +106,7 @@ class _Part(io.RawIOBase):
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         super().__init__()
-        self._file, self._start, self._length, self._at = file, start, length, 0
+        self._file, self._start, self._length, self._cursor = file, start, length, 0
 
     def readable(self) -> bool:
         return True
@@ -115,17 +115,17 @@ class _Part(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._at
+        return self._cursor
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = max(0, base + offset)
-        return self._at
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._cursor, io.SEEK_END: self._length}[whence]
+        self._cursor = max(0, base + offset)
+        return self._cursor
 
     def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._length - self._at)
+        left = max(0, self._length - self._cursor)
         size = left if size is None or size < 0 else min(size, left)
-        self._file.seek(self._start + self._at)
+        self._file.seek(self._start + self._cursor)
         data = self._file.read(size)
-        self._at += len(data)
+        self._cursor += len(data)
         return data

@@ -64,11 +64,11 @@ class MdsFormat(Format):
         """
         with unpacked(file, shard) as plain:
             offsets = read_offsets(plain, shard)
-            at = 4 * (len(offsets) + 1)
-            config = plain.read(min(int(offsets[0]) - at, _HEADER_BYTES))
-            layout = _layout_in(config, shard, at)
+            start = 4 * (len(offsets) + 1)
+            config = plain.read(min(int(offsets[0]) - start, _HEADER_BYTES))
+            layout = _layout_in(config, shard, start)
             if len(offsets) > 1:
-                read = _reader(plain, at + len(config), int(offsets[0]))
+                read = _reader(plain, start + len(config), int(offsets[0]))
                 layout = as_in_sample(layout, int(offsets[1] - offsets[0]), read)
         layout.check_sizes(offsets, shard)
         codec = codec_of(shard.url)
@@ -130,7 +130,7 @@ def _footer(footer: bytes) -> _MdsFooter:
     return _MdsFooter(layout_of(value["columns"]), value.get("codec"), hashes)
 
 
-def _layout_in(config: bytes, shard: Shard, at: int) -> SampleLayout:
+def _layout_in(config: bytes, shard: Shard, offset: int) -> SampleLayout:
     """The columns that a shard itself names."""
     try:
         value = json.loads(config)
@@ -141,25 +141,25 @@ def _layout_in(config: bytes, shard: Shard, at: int) -> SampleLayout:
         return layout_of(list(zip(*parts, strict=True)))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise shard.corrupt(f"the columns of the shard cannot be read: {what}", at) from error
+        raise shard.corrupt(f"the columns of the shard cannot be read: {what}", offset) from error
 
 
-def _reader(plain: BinaryIO, at: int, base: int) -> Callable[[int, int], bytes]:
-    """Return what reads some of the bytes from `base` on, each time further on; `plain` is at byte `at`.
+def _reader(plain: BinaryIO, position: int, base: int) -> Callable[[int, int], bytes]:
+    """Return what reads some of the bytes from `base` on, each time further on; `plain` is at `position`.
 
     Of what is decompressed, bytes between are read, too, a few at a time.
     """
 
     def read(start: int, count: int) -> bytes:
-        nonlocal at
+        nonlocal position
         if plain.seekable():
             plain.seek(base + start)
-            at = base + start
-        while at < base + start and (skipped := plain.read(min(base + start - at, 1 << 20))):
-            at += len(skipped)
-        found = plain.read(count) if at == base + start else b""
-        at += len(found)
-        return found
+            position = base + start
+        while position < base + start and (skipped := plain.read(min(base + start - position, 1 << 20))):
+            position += len(skipped)
+        data = plain.read(count) if position == base + start else b""
+        position += len(data)
+        return data
 
     return read
 
@@ -173,10 +173,10 @@ def _agreeing(listed: Mapping[str, Any], shard: Shard, codec: str | None, offset
     ]
     if codec:
         facts.append(("stored bytes", packed.get("bytes"), shard.size))
-    for what, said, found in facts:
-        if said != found:
+    for what, said, count in facts:
+        if said != count:
             reason = (
-                f"{LISTING_NAME} says that it has {said} {what}, and it has {found}: one is another dataset's"
+                f"{LISTING_NAME} says that it has {said} {what}, and it has {count}: one is another dataset's"
             )
             raise shard.corrupt(reason)
     hashes = (packed if codec else raw).get("hashes")
@@ -184,20 +184,20 @@ def _agreeing(listed: Mapping[str, Any], shard: Shard, codec: str | None, offset
 
 
 def _told_of(listed: Mapping[str, Any], key: str, shard: Shard) -> Mapping[str, Any]:
-    told = listed.get(key) or {}
-    if not isinstance(told, Mapping):
+    facts = listed.get(key) or {}
+    if not isinstance(facts, Mapping):
         reason = (
-            f"{LISTING_NAME} has {str(told)[:40]!r} as its {key}: copy it again from where it was written"
+            f"{LISTING_NAME} has {str(facts)[:40]!r} as its {key}: copy it again from where it was written"
         )
         raise shard.corrupt(reason)
-    return told
+    return facts
 
 
 def _check_hashes(footer: _MdsFooter, data: memoryview, block: Block) -> None:
     for name, digest in footer.hashes:
-        made = _digest(name, data)
-        if made is not None and made != digest:
-            raise block.corrupt(f"its {name} is {made}, and {LISTING_NAME} says {digest}")
+        result = _digest(name, data)
+        if result is not None and result != digest:
+            raise block.corrupt(f"its {name} is {result}, and {LISTING_NAME} says {digest}")
 
 
 def _digest(name: str, data: memoryview) -> str | None:

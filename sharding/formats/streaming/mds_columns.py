@@ -57,22 +57,22 @@ def rule_of(encoding: str) -> str | Callable[[bytes], Any] | None:
 
 def array_of(data: bytes, *, dtype: str = "", shape: tuple[int, ...] = ()) -> NDArray[Any]:
     """The array that a value of encoding `ndarray` is. `ValueError` where it is none."""
-    at = 0
+    offset = 0
     if not dtype:
         code = data[0] if data else -1
         if code not in _VALUE_DTYPES:
             raise ValueError(f"no array of Streaming: its dtype is {code}")
-        dtype, at = _VALUE_DTYPES[code], 1
+        dtype, offset = _VALUE_DTYPES[code], 1
     if not shape:
-        if at >= len(data):
+        if offset >= len(data):
             raise ValueError("no array of Streaming: it is truncated")
-        ndim, width = data[at] >> 2, 1 << (data[at] & 3)
-        end = at + 1 + ndim * width
+        ndim, width = data[offset] >> 2, 1 << (data[offset] & 3)
+        end = offset + 1 + ndim * width
         if not ndim or end > len(data):
             raise ValueError(f"no array of Streaming: {ndim} dimensions in {len(data)} bytes")
-        shape = tuple(np.frombuffer(data, f"<u{width}", ndim, at + 1).tolist())
-        at = end
-    return np.frombuffer(data, dtype, offset=at).reshape(shape).copy()
+        shape = tuple(np.frombuffer(data, f"<u{width}", ndim, offset + 1).tolist())
+        offset = end
+    return np.frombuffer(data, dtype, offset=offset).reshape(shape).copy()
 
 
 def _is_array(column: StoredColumn) -> bool:
@@ -82,8 +82,8 @@ def _is_array(column: StoredColumn) -> bool:
 def _list_dtype(encoding: str, value: bytes) -> str:
     """Dtype of the elements of an array, if it has one dimension; "": it has others."""
     dtype, _, shape = encoding.partition(":")[2].partition(":")
-    at = 0 if dtype else 1
-    if shape or len(value) <= at or value[at] >> 2 != 1:
+    offset = 0 if dtype else 1
+    if shape or len(value) <= offset or value[offset] >> 2 != 1:
         return ""
     return dtype or _VALUE_DTYPES.get(value[0], "")
 
@@ -111,9 +111,9 @@ def _lists(
             "out by columns=, or write such arrays to a column of their own"
         )
     counts = np.zeros(len(starts), np.int64)
-    for own in np.unique(width).tolist():
-        at = width == own
-        counts[at] = rows_at(buffer, starts[at] + head, own).view(f"<u{own}")[:, 0].astype(np.int64)
+    for size in np.unique(width).tolist():
+        mask = width == size
+        counts[mask] = rows_at(buffer, starts[mask] + head, size).view(f"<u{size}")[:, 0].astype(np.int64)
     begins = starts + head + width
     if ((counts < 0) | (begins + counts * dtype.itemsize != starts + lengths)).any():
         raise corrupt("an array does not take the bytes that it has")
@@ -190,7 +190,7 @@ def as_in_sample(layout: SampleLayout, size: int, read: Callable[[int, int], byt
     lengths = np.frombuffer(head, "<u4").astype(np.int64)[None]
     spans, columns = layout.spans(np.zeros(1, np.int64), lengths), []
     for column in layout.columns:
-        start, length = (int(one[0]) for one in spans[column.name])
+        start, length = (int(array[0]) for array in spans[column.name])
         has_dtype = _is_array(column) and start + length <= size
         value = read(start, min(length, 2)) if has_dtype else b""  # dtype, and number of dimensions
         columns.append(structs.replace(column, items=_list_dtype(column.encoding, value) if value else ""))

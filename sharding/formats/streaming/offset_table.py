@@ -120,11 +120,11 @@ def read_offsets(plain: BinaryIO, shard: Shard) -> Ints:
     return offsets
 
 
-def _exactly(plain: BinaryIO, count: int, shard: Shard, at: int) -> bytes:
+def _exactly(plain: BinaryIO, count: int, shard: Shard, offset: int) -> bytes:
     raw = plain.read(count)
     if len(raw) < count:
         raise shard.corrupt(
-            f"truncated in its table of offsets, of which {len(raw)} of {count} bytes are there", at
+            f"truncated in its table of offsets, of which {len(raw)} of {count} bytes are there", offset
         )
     return raw
 
@@ -141,14 +141,14 @@ def table_blocks(offsets: Ints, shard: Shard, block_bytes: int) -> dict[str, Any
             "num_samples": np.full_like(first, len(sizes)),
             "index": [b""] * len(first),
         }
-    found = cuts_within(offsets, block_bytes)
-    lengths = np.diff(offsets[found])
+    cuts = cuts_within(offsets, block_bytes)
+    lengths = np.diff(offsets[cuts])
     return {
-        "offset": offsets[found[:-1]],
+        "offset": offsets[cuts[:-1]],
         "length": lengths,
         "nbytes": lengths.copy(),
-        "num_samples": np.diff(found),
-        "index": [sizes[a:b].tobytes() for a, b in pairwise(found.tolist())],
+        "num_samples": np.diff(cuts),
+        "index": [sizes[a:b].tobytes() for a, b in pairwise(cuts.tolist())],
     }
 
 

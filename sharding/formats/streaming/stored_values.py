@@ -103,9 +103,9 @@ def byte_lists(
     within = np.arange(int(counts.sum())) - np.repeat(first, counts)
     sizes = words_at(buffer, np.repeat(starts + before + 4, counts) + 4 * within)[:, 0]
     ends = np.append(0, np.cumsum(sizes))
-    own = ends[first + counts] - ends[first]
+    item_bytes = ends[first + counts] - ends[first]
     begins = starts + before + 4 + 4 * counts
-    if (begins + own != starts + lengths).any():
+    if (begins + item_bytes != starts + lengths).any():
         raise corrupt("the items of a list do not take the bytes that it has")
     items = Spans(buffer, np.repeat(begins - ends[first], counts) + ends[:-1], sizes)
     if of_pixels:
