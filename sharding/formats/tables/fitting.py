@@ -47,7 +47,7 @@ def fitted(listed: TableFile, stored: pa.Schema, shard: Shard) -> pa.RecordBatch
     """The row of facts of a file with these columns."""
     fields, values = [], []
     schema = listed.schema
-    found = _found(listed, schema, stored, shard)
+    stored_names = _found(listed, schema, stored, shard)
 
     def add(field: pa.Field, metadata: Mapping[bytes, bytes], value: pa.Scalar | None = None) -> None:
         fields.append(pa.field(field.name, field.type, metadata=metadata))
@@ -55,20 +55,20 @@ def fitted(listed: TableFile, stored: pa.Schema, shard: Shard) -> pa.RecordBatch
         values.append(pa.repeat(value, 1).cast(field.type) if is_there else pa.nulls(1, field.type))
 
     for field in schema:
-        own = found[field.name]
+        stored_name = stored_names[field.name]
         value = listed.constants.get(field.name, listed.defaults.get(field.name))
-        if own is None:
+        if stored_name is None:
             parts = [field] if value is not None else _flat(field)
             for part in parts:
                 add(part, {}, value)
             continue
-        _check_type(field, stored.field(own), listed, shard)
-        unfit, younger = _unlike_inside(field, stored.field(own), by_id=listed.by_id)
+        _check_type(field, stored.field(stored_name), listed, shard)
+        unfit, younger = _unlike_inside(field, stored.field(stored_name), by_id=listed.by_id)
         if unfit:
             note = f"column {field.name!r}: {unfit}, as {listed.table} has it: rewrite the table's files"
             add(pa.field(field.name, pa.null()), {UNFIT: note.encode()})
             continue
-        add(field, {STORED: own.encode()})
+        add(field, {STORED: stored_name.encode()})
         for part in younger:
             add(part, {})
     return pa.RecordBatch.from_arrays(values, schema=pa.schema(fields))
@@ -86,25 +86,25 @@ def _flat(field: pa.Field) -> list[pa.Field]:
 def _found(listed: TableFile, schema: pa.Schema, stored: pa.Schema, shard: Shard) -> dict[str, str | None]:
     """Return by column of the table what it is called in the file; None: the file does not have it."""
     ids = {_id_of(field): field.name for field in stored if _id_of(field) is not None}
-    found: dict[str, str | None] = {}
+    stored_names: dict[str, str | None] = {}
     for field in schema:
         if field.name in listed.constants:
-            found[field.name] = None
+            stored_names[field.name] = None
         elif listed.by_id and ids:
-            found[field.name] = ids.get(_id_of(field))
+            stored_names[field.name] = ids.get(_id_of(field))
         else:
             names = listed.stored_names.get(field.name, () if listed.by_id else (field.name,))
-            found[field.name] = next((name for name in names if name in stored.names), None)
+            stored_names[field.name] = next((name for name in names if name in stored.names), None)
     if listed.by_id and not ids and not listed.stored_names:
         raise ShardError(
             shard.url,
             f"has no ids of fields, and {listed.table} no name mapping: which column is which, nothing "
             "tells; rewrite the file (rewrite_data_files), or set 'schema.name-mapping.default'",
         )
-    twice = [name for name in found.values() if name is not None and stored.names.count(name) > 1]
+    twice = [name for name in stored_names.values() if name is not None and stored.names.count(name) > 1]
     if twice:
         raise shard.corrupt(f"has two columns {twice[0]!r}")
-    return found
+    return stored_names
 
 
 def _id_of(field: pa.Field) -> bytes | None:
@@ -113,13 +113,13 @@ def _id_of(field: pa.Field) -> bytes | None:
 
 def _check_type(field: pa.Field, stored: pa.Field, listed: TableFile, shard: Shard) -> None:
     """Raise `CorruptShardError` where the file has a column in a type that the table's cannot come of."""
-    one, other = spec_of(field.type), spec_of(stored.type)
-    if one is None or other is None or other.kind == "null":
+    spec, other = spec_of(field.type), spec_of(stored.type)
+    if spec is None or other is None or other.kind == "null":
         return
-    unlike = (one.kind, one.feature) != (other.kind, other.feature) or (
-        one.kind == "fixed" and (one.shape != other.shape or _family(other) not in _FAMILIES[_family(one)])
+    unlike = (spec.kind, spec.feature) != (other.kind, other.feature) or (
+        spec.kind == "fixed" and (spec.shape != other.shape or _family(other) not in _FAMILIES[_family(spec)])
     )
-    if unlike and {one.kind, other.kind} != {"list", "json"}:
+    if unlike and {spec.kind, other.kind} != {"list", "json"}:
         raise shard.corrupt(
             f"column {stored.name!r} is {stored.type} here, and {field.type} in {listed.table}: it is "
             "another file under this name; restore it",
@@ -145,15 +145,15 @@ _FAMILIES = {
 """By what the numbers of a column of the table count, what those of a file may."""
 
 
-def _unlike_inside(wanted: pa.Field, stored: pa.Field, *, by_id: bool) -> tuple[str, list[pa.Field]]:
+def _unlike_inside(field: pa.Field, stored: pa.Field, *, by_id: bool) -> tuple[str, list[pa.Field]]:
     """Say how the parts of a nested column contradict those of the table, and which it lacks.
 
     What is lacking in lists and maps is a contradiction, too: their items are delivered whole.
     """
-    if not pa.types.is_nested(wanted.type) or not pa.types.is_nested(stored.type):
+    if not pa.types.is_nested(field.type) or not pa.types.is_nested(stored.type):
         return "", []
-    of_table, own = dict(_parts(wanted, wanted.name)), dict(_parts(stored, wanted.name))
-    for path, part in own.items():
+    of_table, stored_parts = dict(_parts(field, field.name)), dict(_parts(stored, field.name))
+    for path, part in stored_parts.items():
         if path not in of_table:
             return f"its part {path!r} is called otherwise, or is gone", []
         ids = _id_of(part), _id_of(of_table[path])
@@ -162,7 +162,7 @@ def _unlike_inside(wanted: pa.Field, stored: pa.Field, *, by_id: bool) -> tuple[
     younger: dict[str, list[pa.Field]] = {}
     for path, part in of_table.items():
         above = path.rpartition(".")[0]
-        if path in own:
+        if path in stored_parts:
             continue
         if "]." in path:
             return f"its part {path!r} is younger than the file", []

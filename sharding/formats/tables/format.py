@@ -84,31 +84,31 @@ class TableFormat(ParquetFormat):
                 f"has {shard.size:,} bytes, and {listed.table} says that it has {listed.size or 0:,}: it was "
                 "cut short or written over; restore the file, or open another version",
             )
-        own = super().scan(file, shard, block_bytes=block_bytes)
-        num_rows = int(own.num_samples.sum())
+        scan = super().scan(file, shard, block_bytes=block_bytes)
+        num_rows = int(scan.num_samples.sum())
         if listed.num_rows not in (None, num_rows):
             raise shard.corrupt(
                 f"has {num_rows:,} rows, and {listed.table} says that it has {listed.num_rows:,}: it is "
                 "another file under this name; restore it",
             )
-        stored = super().schema(own.footer)
-        footer = with_facts(fitted(listed, stored, shard), own.footer)
+        stored = super().schema(scan.footer)
+        footer = with_facts(fitted(listed, stored, shard), scan.footer)
         opened = _opened(footer)
-        specs = _specs(opened, own.schema)
-        before = {name: own.schema[of].dtype for name, of in opened.stored.items()}
+        specs = _specs(opened, scan.schema)
+        before = {name: scan.schema[of].dtype for name, of in opened.stored.items()}
         # What takes memory besides the file's own columns.
         more = {name: spec for name, spec in specs.items() if spec.dtype != before.get(name)}
         row_bytes = sum(decoded_bytes(more, 1))
-        missing = {name: own.missing[of] for name, of in opened.stored.items() if of in own.missing}
+        missing = {name: scan.missing[of] for name, of in opened.stored.items() if of in scan.missing}
         for name in _nulls(opened.row):
             missing[name] = f"all {num_rows:,} rows of a file without it"
         return ShardScan(
-            offset=own.offset,
-            length=own.length,
-            nbytes=own.nbytes + row_bytes * own.num_samples,
-            num_samples=own.num_samples,
+            offset=scan.offset,
+            length=scan.length,
+            nbytes=scan.nbytes + row_bytes * scan.num_samples,
+            num_samples=scan.num_samples,
             schema=specs,
-            index=own.index,
+            index=scan.index,
             footer=footer,
             missing=missing,
         )
@@ -125,13 +125,13 @@ class TableFormat(ParquetFormat):
         opened = _opened_of(block)
         names = opened.names if columns is None else columns
         check_columns(columns, opened.names, block)
-        wanted = {name: opened.stored[name] for name in names if name in opened.stored}
-        found = super().table(_plain(block, opened), data, list(wanted.values())) if wanted else None
+        leaves = {name: opened.stored[name] for name in names if name in opened.stored}
+        table = super().table(_plain(block, opened), data, list(leaves.values())) if leaves else None
         arrays: dict[str, pa.Array | pa.ChunkedArray] = {}
         for number, field in enumerate(opened.row.schema):
             stored = _stored_name(field)
-            if stored is not None and found is not None and stored in found.column_names:
-                arrays[field.name] = _brought(found.column(stored), field, block)
+            if stored is not None and table is not None and stored in table.column_names:
+                arrays[field.name] = _brought(table.column(stored), field, block)
             elif stored is None and field.name in names:
                 arrays[field.name] = repeated(opened.row.column(number), block.num_samples)
         return pa.table(arrays)
@@ -150,8 +150,8 @@ class TableFormat(ParquetFormat):
         opened = _opened(footer)
         if opened.is_renamed:
             return None
-        made = [field.name for field in opened.row.schema if _stored_name(field) is None]
-        same = common_to_all(opened.row.select(made))
+        names = [field.name for field in opened.row.schema if _stored_name(field) is None]
+        same = common_to_all(opened.row.select(names))
         return super().matching_groups(opened.parquet, expression, same, opened.schema)
 
     def select(self, block: Block, columns: Sequence[str]) -> list[tuple[int, int]]:
@@ -182,8 +182,8 @@ def with_facts(row: pa.RecordBatch, footer: bytes) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, row.schema) as writer:
         writer.write_batch(row)
-    told: bytes = sink.getvalue().to_pybytes()
-    return _HEAD.pack(_MAGIC, len(told)) + told + footer
+    facts: bytes = sink.getvalue().to_pybytes()
+    return _HEAD.pack(_MAGIC, len(facts)) + facts + footer
 
 
 def _opened_of(block: Block) -> _Opened:
@@ -233,18 +233,18 @@ def _opened(footer: bytes) -> _Opened:
     fields: list[pa.Field] = []
     is_renamed = False
     for field in row.schema:
-        own = _stored_name(field)
-        if own is None:
+        stored_name = _stored_name(field)
+        if stored_name is None:
             names.append(field.name)
             fields.append(field.remove_metadata())
             continue
-        leaves = [one for one in leaf_names if one == own or one.startswith(f"{own}.")]
+        leaves = [name for name in leaf_names if name == stored_name or name.startswith(f"{stored_name}.")]
         for leaf in leaves:
-            stored[field.name + leaf.removeprefix(own)] = leaf
-            names.append(field.name + leaf.removeprefix(own))
-        kind = of_file.field(own).type
+            stored[field.name + leaf.removeprefix(stored_name)] = leaf
+            names.append(field.name + leaf.removeprefix(stored_name))
+        kind = of_file.field(stored_name).type
         kind = field.type if _is_cast(kind, field.type) else kind
-        is_renamed = is_renamed or own != field.name or kind != of_file.field(own).type
+        is_renamed = is_renamed or stored_name != field.name or kind != of_file.field(stored_name).type
         fields.append(pa.field(field.name, kind))
     return _Opened(row, parquet, stored, tuple(names), pa.schema(fields, of_file.metadata), is_renamed)
 
@@ -269,14 +269,14 @@ def _nulls(row: pa.RecordBatch) -> list[str]:
     ]
 
 
-def _specs(opened: _Opened, own: Mapping[str, ColumnSpec]) -> dict[str, ColumnSpec]:
+def _specs(opened: _Opened, file_specs: Mapping[str, ColumnSpec]) -> dict[str, ColumnSpec]:
     """Describe the columns, given those that the file has."""
     of_table, specs = specs_of(opened.schema), {}
     for name in opened.names:
         stored = opened.stored.get(name)
         spec = of_table[name]
         if stored is not None:
-            before = own[stored]
+            before = file_specs[stored]
             spec = before if spec.kind != "fixed" else replace(before, dtype=spec.dtype, unit=spec.unit)
         elif spec.kind not in ("fixed", "other"):
             spec = replace(spec, optional=name in _nulls(opened.row))
@@ -287,8 +287,8 @@ def _specs(opened: _Opened, own: Mapping[str, ColumnSpec]) -> dict[str, ColumnSp
     return specs
 
 
-def _is_cast(stored: pa.DataType, wanted: pa.DataType) -> bool:
-    return stored != wanted and dtype_of(stored) is not None and dtype_of(wanted) is not None
+def _is_cast(stored: pa.DataType, target: pa.DataType) -> bool:
+    return stored != target and dtype_of(stored) is not None and dtype_of(target) is not None
 
 
 def _brought(column: pa.ChunkedArray, field: pa.Field, block: Block) -> pa.ChunkedArray:

@@ -84,22 +84,22 @@ class HiveFormat(Format):
             raise shard.corrupt(reason)
         if self.inner.listing_name:
             beside["listed"] = listed.listed
-        own = self.inner.scan(file, shard, block_bytes=block_bytes, **beside)
-        stored = {part for name in own.schema for part in (name, name.partition(".")[0])}
-        made = {name: value for name, value in listed.values.items() if name not in stored}
-        arrays = [pa.array([value.as_py()], value.type) for value in made.values()]
-        row = pa.RecordBatch.from_arrays(arrays, names=list(made))
-        full = frozenset(name for name, value in made.items() if value.is_valid)
+        scan = self.inner.scan(file, shard, block_bytes=block_bytes, **beside)
+        stored = {part for name in scan.schema for part in (name, name.partition(".")[0])}
+        values = {name: value for name, value in listed.values.items() if name not in stored}
+        arrays = [pa.array([value.as_py()], value.type) for value in values.values()]
+        row = pa.RecordBatch.from_arrays(arrays, names=list(values))
+        full = frozenset(name for name, value in values.items() if value.is_valid)
         specs = {
-            name: replace(one, is_index=False) for name, one in specs_of(row.schema, null_free=full).items()
+            name: replace(spec, is_index=False) for name, spec in specs_of(row.schema, null_free=full).items()
         }
-        all_rows = f"all {int(own.num_samples.sum()):,} rows of a file whose folder has no value"
+        all_rows = f"all {int(scan.num_samples.sum()):,} rows of a file whose folder has no value"
         return replace(
-            own,
-            nbytes=own.nbytes + _sample_bytes(row.schema) * own.num_samples,
-            schema={**own.schema, **specs},
-            footer=with_facts(row, own.footer),
-            missing={**own.missing, **dict.fromkeys(made.keys() - full, all_rows)},
+            scan,
+            nbytes=scan.nbytes + _sample_bytes(row.schema) * scan.num_samples,
+            schema={**scan.schema, **specs},
+            footer=with_facts(row, scan.footer),
+            missing={**scan.missing, **dict.fromkeys(values.keys() - full, all_rows)},
         )
 
     def check(self, block: Block) -> None:
@@ -111,9 +111,9 @@ class HiveFormat(Format):
 
     def locate(self, block: Block, columns: Sequence[str] | None) -> dict[str, Spans] | None:
         """See `Format.locate`; None also where a column of folders is asked for."""
-        made = _row(block).schema.names
+        names = _row(block).schema.names
         # Numbers that are delivered as they lie are so in all blocks, and those of folders lie nowhere.
-        if self.inner.locates_numbers or (made and (columns is None or not {*made}.isdisjoint(columns))):
+        if self.inner.locates_numbers or (names and (columns is None or not {*names}.isdisjoint(columns))):
             return None
         return self.inner.locate(_plain(block), columns)
 
@@ -145,21 +145,21 @@ class HiveFormat(Format):
 
     def select(self, block: Block, columns: Sequence[str]) -> list[tuple[int, int]]:
         """See `Format.select`: nothing is read for columns of folders."""
-        own = _without(_row(block), columns)
-        return self.inner.select(_plain(block), own) if own else []
+        names = _without(_row(block), columns)
+        return self.inner.select(_plain(block), names) if names else []
 
     def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
         """See `Format.decode`."""
         row = _row(block)
-        own = None if columns is None else _without(row, columns)
-        decoded = self.inner.decode(_plain(block), data, own) if own is None or own else {}
+        names = None if columns is None else _without(row, columns)
+        decoded = self.inner.decode(_plain(block), data, names) if names is None or names else {}
         return {**decoded, **columns_of(_columns(row, block, columns), None, block)}
 
     def decode_as(self, block: Block, data: memoryview, specs: Mapping[str, ColumnSpec | None]) -> Columns:
         """See `Format.decode_as`."""
         row = _row(block)
-        own = {name: spec for name, spec in specs.items() if name not in row.schema.names}
-        decoded = self.inner.decode_as(_plain(block), data, own) if own else {}
+        stored_specs = {name: spec for name, spec in specs.items() if name not in row.schema.names}
+        decoded = self.inner.decode_as(_plain(block), data, stored_specs) if stored_specs else {}
         return {**decoded, **columns_of(_columns(row, block, list(specs)), None, block, specs)}
 
     def keys(self, block: Block, data: memoryview) -> list[str]:
@@ -179,19 +179,19 @@ class HiveTable(HiveFormat, TabularFormat):
     def table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
         """See `TabularFormat.table`."""
         row = _row(block)
-        made = _columns(row, block, columns)
-        own = None if columns is None else _without(row, columns)
-        if own is not None and not own:
-            return made
-        table = self.inner.table(_plain(block), data, own)
-        for field, column in zip(made.schema, made.columns, strict=True):
+        folder_columns = _columns(row, block, columns)
+        names = None if columns is None else _without(row, columns)
+        if names is not None and not names:
+            return folder_columns
+        table = self.inner.table(_plain(block), data, names)
+        for field, column in zip(folder_columns.schema, folder_columns.columns, strict=True):
             table = table.append_column(field, column)
         return table
 
     def schema(self, footer: bytes) -> pa.Schema:
         """The columns that are stored, and those of folders."""
-        row, own = _apart(footer)
-        stored = self.inner.schema(own)
+        row, inner_footer = _apart(footer)
+        stored = self.inner.schema(inner_footer)
         return pa.schema([*stored, *row.schema], stored.metadata)
 
     def matching_groups(
@@ -200,14 +200,14 @@ class HiveTable(HiveFormat, TabularFormat):
         """See `TabularFormat.matching_groups`; none where what all rows have in common rules them out."""
         import pyarrow.dataset as ds  # it imports pandas, which takes 0.3 s
 
-        row, own = _apart(footer)
+        row, inner_footer = _apart(footer)
         common, schema, kind = common_to_all(row), self.schema(footer), ds.ParquetFileFormat()
         fragment = kind.make_fragment(pa.BufferReader(b""), partition_expression=common)
         if common is not None and not any(
             True for _ in ds.FileSystemDataset([fragment], schema, kind).get_fragments(expression)
         ):
             return []
-        return self.inner.matching_groups(own, expression, common, schema)
+        return self.inner.matching_groups(inner_footer, expression, common, schema)
 
 
 def _row(block: Block) -> pa.RecordBatch:
@@ -223,10 +223,10 @@ def _apart(footer: bytes) -> tuple[pa.RecordBatch, bytes]:
     """The row of values of a shard, and the footer of its own format."""
     if not footer:  # of a shard without a byte
         return pa.RecordBatch.from_arrays([], names=[]), footer
-    row, own = facts_in(footer)
+    row, inner_footer = facts_in(footer)
     # Catalogs of before have the columns that are stored, too.
-    made = [field.name for field in row.schema if not field.metadata]
-    return row.select(made), own
+    names = [field.name for field in row.schema if not field.metadata]
+    return row.select(names), inner_footer
 
 
 def _plain(block: Block) -> Block:

@@ -72,8 +72,8 @@ def read_separated(
             raise CorruptShardError(url, f"{what} is no {dialect.encoding} text: {error}") from error
     separator = dialect.separator or separator_of(data, ending, text)
     quote = ('"' if ending == "csv" else "") if dialect.quote is None else dialect.quote
-    wanted = {} if is_alone else {text: pa.string()}
-    wanted |= {name: _type_of(url, name, kind) for name, kind in dialect.types.items()}
+    kinds = {} if is_alone else {text: pa.string()}
+    kinds |= {name: _type_of(url, name, kind) for name, kind in dialect.types.items()}
 
     def read(columns: Mapping[str, pa.DataType]) -> pa.Table:
         return csv.read_csv(
@@ -90,12 +90,12 @@ def read_separated(
 
     try:
         if types is not None:
-            return read({one.name: one.type for one in types})
-        table = read(wanted)
+            return read({column.name: column.type for column in types})
+        table = read(kinds)
         _check_utf8(url, table)
-        found = [one.name for one in table.schema if one.name not in wanted and _may_change(one.type)]
-        if found:
-            table = _exact(url, table, read(wanted | dict.fromkeys(found, pa.string())), is_alone)
+        names = [entry.name for entry in table.schema if entry.name not in kinds and _may_change(entry.type)]
+        if names:
+            table = _exact(url, table, read(kinds | dict.fromkeys(names, pa.string())), is_alone)
     except (pa.ArrowInvalid, pa.ArrowKeyError) as error:  # the latter: a file that changed
         raise CorruptShardError(url, f"{what} is no table: {error}; {cure}") from error
     if unknown := sorted(dialect.types.keys() - {*table.column_names}):
@@ -109,8 +109,8 @@ def separator_of(data: bytes, ending: str, name: str) -> str:
     """The separator of names of columns: one that shows a wanted one, else one that is there."""
     header = data.removeprefix(b"\xef\xbb\xbf").split(b"\n", 1)[0].decode("utf-8", "replace").rstrip("\r")
     candidates = _SEPARATORS[ending]
-    split = {one: [cell.strip().strip('"') for cell in header.split(one)] for one in candidates}
-    shows = [one for one, cells in split.items() if name in cells]
+    split = {sign: [cell.strip().strip('"') for cell in header.split(sign)] for sign in candidates}
+    shows = [sign for sign, cells in split.items() if name in cells]
     return next(iter([*shows, *filter(header.__contains__, candidates), candidates[0]]))
 
 
@@ -134,30 +134,30 @@ def _exact(url: str, table: pa.Table, texts: pa.Table, is_alone: bool) -> pa.Tab
     import pyarrow.compute as pc  # no plain tar needs it
 
     schema, columns = [*table.schema], table.columns
-    for number, one in enumerate(schema):
-        text, as_text = texts.column(number), pa.field(one.name, pa.string())
-        if text.type == one.type:
+    for number, column in enumerate(schema):
+        text, as_text = texts.column(number), pa.field(column.name, pa.string())
+        if text.type == column.type:
             continue
         zeros = pc.index(pc.match_substring_regex(text, _ZEROS), True).as_py()
-        if pa.types.is_temporal(one.type) or (is_alone and (pa.types.is_null(one.type) or zeros >= 0)):
+        if pa.types.is_temporal(column.type) or (is_alone and (pa.types.is_null(column.type) or zeros >= 0)):
             schema[number], columns[number] = as_text, text
             continue
         if zeros >= 0:
             warnings.warn(
-                f"column {one.name!r} of {identity_of(url)} has numbers with zeros before them, such as "
+                f"column {column.name!r} of {identity_of(url)} has numbers with zeros before them, such as "
                 f"{text[zeros].as_py()!r} in row {zeros + 1}, which are read as numbers: "
-                f"types={{{one.name!r}: 'text'}} keeps them",
+                f"types={{{column.name!r}: 'text'}} keeps them",
                 stacklevel=2,
             )
-        if pa.types.is_floating(one.type):
-            exact, numbers = _large_integers(one, columns[number], text)
+        if pa.types.is_floating(column.type):
+            exact, numbers = _large_integers(column, columns[number], text)
             is_unfit = is_alone and exact.type == UNREADABLE
             schema[number], columns[number] = (as_text, text) if is_unfit else (exact, numbers)
     return pa.Table.from_arrays(columns, schema=pa.schema(schema))
 
 
 def _large_integers(
-    one: pa.Field, numbers: pa.ChunkedArray, text: pa.ChunkedArray
+    column: pa.Field, numbers: pa.ChunkedArray, text: pa.ChunkedArray
 ) -> tuple[pa.Field, pa.ChunkedArray]:
     """A column of floats, of integers if all its texts are some; unreadable if it rounds one."""
     import pyarrow.compute as pc
@@ -166,19 +166,19 @@ def _large_integers(
     is_most = pc.match_substring_regex(text, rf"^\s*[+-]?{_MOST_EXACT}\s*$")  # and not what is rounded to it
     beyond = pc.and_not(pc.greater_equal(pc.abs(numbers), float(_MOST_EXACT)), is_most)
     large = pc.and_(whole, beyond).fill_null(False)
-    at = pc.index(large, True).as_py()
-    if at < 0:
-        return one, numbers
+    row = pc.index(large, True).as_py()
+    if row < 0:
+        return column, numbers
     if pc.all(pc.or_(whole, pc.is_null(numbers))).as_py():
         with suppress(pa.ArrowInvalid):
-            found = pc.if_else(whole, pc.utf8_trim_whitespace(text), None).cast(pa.uint64())
-            return pa.field(one.name, pa.uint64()), found
+            integers = pc.if_else(whole, pc.utf8_trim_whitespace(text), None).cast(pa.uint64())
+            return pa.field(column.name, pa.uint64()), integers
     reason = (
-        f"column {one.name!r} has the integer {text[at].as_py()} in row {at + 1}, which no type of 64 bits "
-        f"holds beside the others: types={{{one.name!r}: 'text'}} reads text"
+        f"column {column.name!r} has the integer {text[row].as_py()} in row {row + 1}, which no type of 64 "
+        f"bits holds beside the others: types={{{column.name!r}: 'text'}} reads text"
     )
     nulls = pa.ExtensionArray.from_storage(UNREADABLE, pa.nulls(len(numbers)))
-    return pa.field(one.name, UNREADABLE, metadata={PROBLEM: reason.encode()}), nulls
+    return pa.field(column.name, UNREADABLE, metadata={PROBLEM: reason.encode()}), nulls
 
 
 def _check_utf8(url: str, table: pa.Table) -> None:
@@ -187,13 +187,13 @@ def _check_utf8(url: str, table: pa.Table) -> None:
         _ = table.column_names
     except UnicodeDecodeError as error:
         raise CorruptShardError(url, f"the names of columns are no UTF-8 text: {cure}") from error
-    for one in table.schema:
-        if pa.types.is_binary(one.type):
-            for row, value in enumerate(table.column(one.name).to_pylist()):
+    for column in table.schema:
+        if pa.types.is_binary(column.type):
+            for row, value in enumerate(table.column(column.name).to_pylist()):
                 try:
                     (value or b"").decode()
                 except UnicodeDecodeError as error:
-                    what = f"column {one.name!r} of row {row + 1} is no UTF-8 text"
+                    what = f"column {column.name!r} of row {row + 1} is no UTF-8 text"
                     raise CorruptShardError(url, f"{what}: {cure}") from error
 
 

@@ -72,15 +72,15 @@ class TextFormat(TabularFormat):
 
 def check_text(url: str, text: bytes, offset: int = 0, *, stage: str = "index") -> None:
     """Raise `CorruptShardError` where bytes are no UTF-8 text, or have a NUL byte."""
-    at = text.find(b"\0")
+    position = text.find(b"\0")
     reason = "a NUL byte, as text has none; UTF-16 has them"
     try:
         text.decode()
     except UnicodeDecodeError as error:
-        if at < 0 or error.start < at:
-            at, reason = error.start, f"this is no UTF-8 text ({error.reason})"
-    if at >= 0:
-        raise CorruptShardError(url, f"{reason}: save it as UTF-8", offset + at, stage=stage)
+        if position < 0 or error.start < position:
+            position, reason = error.start, f"this is no UTF-8 text ({error.reason})"
+    if position >= 0:
+        raise CorruptShardError(url, f"{reason}: save it as UTF-8", offset + position, stage=stage)
 
 
 class SeparatedFormat(TabularFormat):
@@ -110,7 +110,7 @@ class SeparatedFormat(TabularFormat):
         if twice := [name for name, count in Counter(names).items() if count > 1]:
             raise shard.corrupt(f"has two columns {twice[0]!r}: rename one")
         schema = table.schema.remove_metadata()
-        full = frozenset(one for one in names if not table.column(one).null_count)
+        full = frozenset(name for name in names if not table.column(name).null_count)
         numbers = np.array([[0], [shard.size], [table.nbytes + 1], [table.num_rows]], np.int64)
         columns = numbers[:, : min(1, table.num_rows)]
         specs = specs_of(schema, null_free=full)
@@ -128,12 +128,12 @@ class SeparatedFormat(TabularFormat):
         schema = schema_in(bytes(block.footer))
         check_columns(columns, schema.names, block)
         # A column is read also where none is wanted: it tells the number of rows.
-        wanted = schema.names if columns is None else columns
-        known = pa.schema([schema.field(name) for name in wanted or schema.names[:1]])
+        names = schema.names if columns is None else columns
+        known = pa.schema([schema.field(name) for name in names or schema.names[:1]])
         table = read_separated(block.shard.url, bytes(data), _ending(block.shard.url), "", None, known)
         if table.num_rows != block.num_samples:
             raise block.corrupt(f"{table.num_rows} rows where {block.num_samples} were indexed")
-        return table.select(wanted)
+        return table.select(names)
 
 
 def _ending(url: str) -> str:

@@ -196,15 +196,15 @@ class TarFormat(Format):
         the sample's own headers begin.
         """
         index, none = _BlockIndex.of(block), np.iinfo(np.int64).max
-        own = np.zeros(block.num_samples, np.int64)
+        starts = np.zeros(block.num_samples, np.int64)
         if not len(index.key_text):
-            own = index.keys["start"].astype(np.int64) // BLOCK * BLOCK
+            starts = index.keys["start"].astype(np.int64) // BLOCK * BLOCK
         first = np.full(block.num_samples, none)
         members = index.members[index.members["flags"] & COPIED == 0]
         samples, headers = members["sample"], members["header"].astype(np.int64)
-        is_own = headers >= own[samples]
+        is_own = headers >= starts[samples]
         np.minimum.at(first, samples[is_own], headers[is_own])
-        return block.offset + np.where(first == none, own, first)
+        return block.offset + np.where(first == none, starts, first)
 
 
 class _BlockIndex(Struct, frozen=True):
@@ -221,9 +221,9 @@ class _BlockIndex(Struct, frozen=True):
         member, key = _NARROW if block.nbytes < 1 << 32 else _WIDE
         counts = np.frombuffer(block.index, _COUNTS, 1)[0]
         members = np.frombuffer(block.index, member, counts["members"], offset=_COUNTS.itemsize)
-        at = _COUNTS.itemsize + members.nbytes
-        keys = np.frombuffer(block.index, key, block.num_samples, offset=at)
-        text = np.frombuffer(block.index, np.uint8, offset=at + keys.nbytes)
+        offset = _COUNTS.itemsize + members.nbytes
+        keys = np.frombuffer(block.index, key, block.num_samples, offset=offset)
+        text = np.frombuffer(block.index, np.uint8, offset=offset + keys.nbytes)
         return cls(members, keys, text[: counts["key_text"]], text[counts["key_text"] :])
 
     def columns(
@@ -234,7 +234,7 @@ class _BlockIndex(Struct, frozen=True):
         return {
             name: Spans(text, self.keys["start"].astype(np.int64), self.keys["length"].astype(np.int64))
             if name == KEY_COLUMN
-            else self._spans([names.get(one, -1) for one in name.split(ALTERNATIVE)], buffer)
+            else self._spans([names.get(part, -1) for part in name.split(ALTERNATIVE)], buffer)
             for name in (names if selected is None else selected)
         }
 
@@ -272,9 +272,9 @@ def _compare(members: NDArray[np.void], buffer: NDArray[np.uint8], block: Block)
     magic = (heads[:, MAGIC.start - SIZE.start :] == _USTAR).all(axis=1)
     same &= magic | (members["flags"] & NO_MAGIC != 0)
     if not same.all():
-        at = int(members["header"][np.flatnonzero(~same)[0]])
+        position = int(members["header"][np.flatnonzero(~same)[0]])
         reason = "shard changed or corrupt: the header of a member is not the one that was indexed"
-        raise block.shard.corrupt(reason, offset=block.offset + at, stage="decode")
+        raise block.shard.corrupt(reason, offset=block.offset + position, stage="decode")
 
 
 def _schema(members: Members, samples: Samples) -> dict[str, ColumnSpec]:

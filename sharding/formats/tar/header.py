@@ -91,11 +91,11 @@ class Extensions(Struct):
         elif kind == ord("K") and self.link is None:
             self.link = body.partition(b"\0")[0]
         elif kind in b"xX" and changes_member(kind, body):
-            for keyword, value, at in reversed(pax_records(body)):
+            for keyword, value, position in reversed(pax_records(body)):
                 if keyword.startswith(b"GNU.sparse."):
                     raise ValueError("a sparse member; pack the shard without --sparse")
                 if keyword == b"path" and self.name is None:
-                    self.name, self.name_start = value.rstrip(b"/"), start + at
+                    self.name, self.name_start = value.rstrip(b"/"), start + position
                 elif keyword == b"linkpath" and self.link is None:
                     self.link = value
                 elif keyword == b"size" and self.size is None:

@@ -85,22 +85,22 @@ def _only_mtime(
 
 def _candidates(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]:
     """Blocks that look like current headers: numbers `[n]`, bytes `[n, 512]` and stated sizes `[n]`."""
-    at = np.flatnonzero(blocks[:, MAGIC.start] == _USTAR[0])
-    heads = blocks[at]
+    numbers = np.flatnonzero(blocks[:, MAGIC.start] == _USTAR[0])
+    heads = blocks[numbers]
     size, sound = octal_sizes(heads[:, SIZE])
     sound &= (heads[:, MAGIC] == _USTAR).all(axis=1) & _checksums_hold(heads)
-    return at[sound], heads[sound], size[sound]
+    return numbers[sound], heads[sound], size[sound]
 
 
-def _chain(at: NDArray[np.int64], after: NDArray[np.int64]) -> NDArray[np.int64]:
+def _chain(numbers: NDArray[np.int64], after: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return which candidates follow each other without a gap, from the first one on."""
     # Mostly all do. Else a payload holds what looks like a header (a tar in the tar), and the chain, which
     # steps over payloads, has to be followed link by link from the first gap on.
-    breaks = np.flatnonzero(after[:-1] != at[1:])
+    breaks = np.flatnonzero(after[:-1] != numbers[1:])
     if not len(breaks):
-        return np.arange(len(at))
-    follow = np.searchsorted(at, after)
-    linked = np.append(at, -1)[follow] == after
+        return np.arange(len(numbers))
+    follow = np.searchsorted(numbers, after)
+    linked = np.append(numbers, -1)[follow] == after
     chain = list(range(int(breaks[0]) + 1))
     while linked[chain[-1]]:
         chain.append(int(follow[chain[-1]]))

@@ -28,21 +28,21 @@ def link_targets(links: Mapping[int, MemberLink], names: Iterable[bytes]) -> dic
     """
     paths = [_normal(name) for name in names]
     beside = {row: posixpath.dirname(paths[row]) if link.is_symbolic else b"" for row, link in links.items()}
-    wanted = {row: _normal(posixpath.join(beside[row], link.target)) for row, link in links.items()}
-    named: dict[bytes, list[int]] = {path: [] for path in wanted.values()}
+    targets = {row: _normal(posixpath.join(beside[row], link.target)) for row, link in links.items()}
+    named: dict[bytes, list[int]] = {path: [] for path in targets.values()}
     for row, path in enumerate(paths):
         if path in named:
             named[path].append(row)
 
     def target(row: int) -> int | str:
-        steps, at = 0, row
-        while (link := links.get(at)) is not None:
-            rows, steps = named[wanted[at]], steps + 1
-            before = len(rows) if link.is_symbolic else bisect_left(rows, at)
+        steps, member = 0, row
+        while (link := links.get(member)) is not None:
+            rows, steps = named[targets[member]], steps + 1
+            before = len(rows) if link.is_symbolic else bisect_left(rows, member)
             if not before or steps > _MOST_STEPS:
                 return _unresolved(links[row], is_circle=steps > _MOST_STEPS)
-            at = rows[before - 1]
-        return at
+            member = rows[before - 1]
+        return member
 
     return {row: target(row) for row in links}
 

@@ -225,7 +225,7 @@ class _ArchiveWalk:
         return chain_of(blocks, self._position)
 
     def _take_chain(self, table: NDArray[np.int64], heads: NDArray[np.uint8], unusual: list[int]) -> None:
-        kept = _IS_REGULAR[heads[:, TYPE]]
+        mask = _IS_REGULAR[heads[:, TYPE]]
         members: dict[int, Member] = {}
         count = len(table)
         # What extension headers or odd fields may change is read again, by the reader that knows all rules.
@@ -233,34 +233,34 @@ class _ArchiveWalk:
             member = self._reader.member_at(int(table[i, 0]))
             assert member is not None, "a header with a right checksum is no end of an archive"
             is_as_assumed = member.end == table[i, 2]
-            members[i], table[i], kept[i] = member, _numbers_of(member), member.is_kept
+            members[i], table[i], mask[i] = member, _numbers_of(member), member.is_kept
             if not is_as_assumed or self._reader.global_name is not None:
                 count = i + 1  # the chain assumed another end, or names of its own
                 break
         if count - 1 not in members:
             name = heads[count - 1, NAME].tobytes().partition(b"\0")[0]
             self._reader.passed(int(table[count - 1, 1]), name, int(table[count - 1, 3]))
-        self._append(table[:count], heads[:count, NAME], kept[:count], members)
+        self._append(table[:count], heads[:count, NAME], mask[:count], members)
         self._move(int(table[count - 1, 2]), count)
 
     def _append(
         self,
         table: NDArray[np.int64],
         names: NDArray[np.uint8],
-        kept: NDArray[np.bool_],
+        mask: NDArray[np.bool_],
         members: dict[int, Member],
     ) -> None:
-        rows = self._count + np.cumsum(kept) - 1
+        rows = self._count + np.cumsum(mask) - 1
         for i, member in members.items():
-            if kept[i]:
+            if mask[i]:
                 self._others[int(rows[i])] = member.name
                 self._name_bytes += len(member.name)
             if member.link is not None:
                 self._links[int(rows[i])] = member.link
                 self._name_bytes += len(member.link.target)
-        self._tables.append(table[kept])
-        self._names.append(names[kept])
-        self._count += int(np.count_nonzero(kept))
+        self._tables.append(table[mask])
+        self._names.append(names[mask])
+        self._count += int(np.count_nonzero(mask))
 
     def _move(self, position: int, num_members: int) -> None:
         """Go on, and choose between whole buffers and single headers by the mean size of late."""
@@ -277,8 +277,8 @@ class _ArchiveWalk:
         while len(tail := self._buffer.read(start, self._buffer_bytes)):
             data = np.frombuffer(tail, np.uint8)
             if data.any():
-                at = int((data != 0).argmax()) // BLOCK * BLOCK
-                what = "a second archive" if bytes(tail[at:][MAGIC]) == b"ustar" else "data"
+                offset = int((data != 0).argmax()) // BLOCK * BLOCK
+                what = "a second archive" if bytes(tail[offset:][MAGIC]) == b"ustar" else "data"
                 cure = "join archives with `tar --concatenate`"
-                self._reader.fail(start + at, f"{what} after the end of the first archive; {cure}")
+                self._reader.fail(start + offset, f"{what} after the end of the first archive; {cure}")
             start += len(tail)

@@ -168,10 +168,10 @@ def _sources(named: _Named) -> NDArray[np.int64]:
     if links:
         targets = link_targets(links, named.members.names.to_pylist())
         for i in np.flatnonzero(np.isin(named.rows, [*links])).tolist():
-            found = targets[int(named.rows[i])]
-            if isinstance(found, str):
-                named.fail(i, f"the member {named.shown(i)} is {found}")
-            source[i] = found
+            target = targets[int(named.rows[i])]
+            if isinstance(target, str):
+                named.fail(i, f"the member {named.shown(i)} is {target}")
+            source[i] = target
     return source
 
 
