@@ -220,8 +220,8 @@ def run_demo(*, folder: Path | None, keep: bool, max_modules: int | None, **sett
         table = provenance(runs["resumed"]["loader_state"], tokens(place), step)
         _say(samples_text(step, losses[step], table))
     seconds = time.perf_counter() - began
-    kept = f"; shards and checkpoint are in {place}" if place.exists() else ""
-    _say(f"done in {seconds:.0f} s; the training loop is {__file__}{kept}")
+    location = f"; shards and checkpoint are in {place}" if place.exists() else ""
+    _say(f"done in {seconds:.0f} s; the training loop is {__file__}{location}")
     return {
         "identical": losses == resumed,
         "settings": {"folder": str(place), "keep": keep, "max_modules": max_modules, **settings},

@@ -78,7 +78,7 @@ class ComparisonFigures:
 
     def best(self, whose: Whose) -> Contestant:
         """The fastest setting of one loader."""
-        return max((one for one in self.runs if one.whose == whose), key=self.median)
+        return max((contestant for contestant in self.runs if contestant.whose == whose), key=self.median)
 
     @property
     def ratio(self) -> float:
@@ -89,12 +89,12 @@ class ComparisonFigures:
         """Return all figures as JSON types."""
         contestants = [
             {
-                "name": one.name,
-                **asdict(one),
-                "median_samples_per_s": self.median(one),
+                "name": contestant.name,
+                **asdict(contestant),
+                "median_samples_per_s": self.median(contestant),
                 "runs": [asdict(run) for run in runs],
             }
-            for one, runs in self.runs.items()
+            for contestant, runs in self.runs.items()
         ]
         return {
             "asked": settings_json(self.settings),
@@ -107,8 +107,8 @@ class ComparisonFigures:
     def rows(self) -> list[dict[str, Any]]:
         """Return a row of a CSV file for each run."""
         return [
-            {"loader": one.whose, "workers": one.workers, "run": number, **asdict(run)}
-            for one, runs in self.runs.items()
+            {"loader": contestant.whose, "workers": contestant.workers, "run": number, **asdict(run)}
+            for contestant, runs in self.runs.items()
             for number, run in enumerate(runs)
         ]
 
@@ -131,11 +131,11 @@ def compare(
     settings = replace(settings, workers=tuple(dict.fromkeys(settings.workers or (0, usable_cores()))))
     dataset = settings.dataset.open()
     contestants = contestants_over(dataset, settings.workers)
-    runs: dict[Contestant, list[LoaderRun]] = {one: [] for one in contestants}
-    rounds = [one for _ in range(settings.repeats) for one in contestants]
-    for number, one in enumerate(rounds):
-        progress(number, len(rounds), one.name)
-        runs[one].append(run(one, settings))
+    runs: dict[Contestant, list[LoaderRun]] = {contestant: [] for contestant in contestants}
+    rounds = [contestant for _ in range(settings.repeats) for contestant in contestants]
+    for number, contestant in enumerate(rounds):
+        progress(number, len(rounds), contestant.name)
+        runs[contestant].append(run(contestant, settings))
     name = repr(dataset) if isinstance(dataset, ShardedDataset) else type(dataset).__name__
     return ComparisonFigures(settings, name, runs)
 
@@ -147,7 +147,7 @@ def contestants_over(dataset: Any, workers: Sequence[int]) -> list[Contestant]:
     by_torch = [Contestant("torch", number) for number in workers]
     if isinstance(dataset, ShardedDataset):
         return [Contestant("dataflow", None), *by_torch]
-    return [one for other in by_torch for one in (Contestant("dataflow", other.workers), other)]
+    return [contestant for other in by_torch for contestant in (Contestant("dataflow", other.workers), other)]
 
 
 def _in_a_process(contestant: Contestant, settings: Comparison) -> LoaderRun:
@@ -241,7 +241,7 @@ def page_of(figures: ComparisonFigures) -> Page:
     """The medians and what they say."""
     settings = figures.settings
     columns = ("", "samples/s", "lowest", "highest", "first batch", "of torch's best")
-    rows = [_row(figures, one) for one in figures.runs]
+    rows = [_row(figures, contestant) for contestant in figures.runs]
     how = (
         f"{settings.repeats} runs each of {settings.seconds:g} s, in turns, in fresh processes; batches of "
         f"{settings.batch_size}; nothing was trained."
@@ -262,32 +262,32 @@ def page_of(figures: ComparisonFigures) -> Page:
 def _draw(figures: ComparisonFigures, figure: Any) -> None:
     """Draw the runs of each loader, and their median."""
     axes = figure.subplots()
-    names = [one.name for one in figures.runs]
-    axes.barh(names, [figures.median(one) for one in figures.runs], color="#9ab8d8", label="median")
-    for one in figures.runs:
-        rates = figures.rates(one)
-        axes.plot(rates, [one.name] * len(rates), "o", color="#20405f", markersize=4)
+    names = [loader.name for loader in figures.runs]
+    axes.barh(names, [figures.median(loader) for loader in figures.runs], color="#9ab8d8", label="median")
+    for loader in figures.runs:
+        rates = figures.rates(loader)
+        axes.plot(rates, [loader.name] * len(rates), "o", color="#20405f", markersize=4)
     axes.invert_yaxis()
     axes.set(title="samples a second, and each run", xlabel="samples/s", xlim=(0, None))
 
 
-def _row(figures: ComparisonFigures, one: Contestant) -> list[str]:
-    rates, median = figures.rates(one), figures.median(one)
-    first_ms = statistics.median(run.first_batch_s for run in figures.runs[one]) * 1e3
+def _row(figures: ComparisonFigures, contestant: Contestant) -> list[str]:
+    rates, median = figures.rates(contestant), figures.median(contestant)
+    first_ms = statistics.median(run.first_batch_s for run in figures.runs[contestant]) * 1e3
     share = median / figures.median(figures.best("torch"))
     numbers = [f"{rate:,.0f}" for rate in (median, min(rates), max(rates))]
-    return [one.name, *numbers, f"{first_ms:,.0f} ms", f"{share:.2f} x"]
+    return [contestant.name, *numbers, f"{first_ms:,.0f} ms", f"{share:.2f} x"]
 
 
 def sentences(figures: ComparisonFigures) -> Iterator[str]:
     """Yield what the medians say besides the verdict, one sentence each."""
     ours, theirs = figures.best("dataflow"), figures.best("torch")
-    for one in figures.runs:
-        other = Contestant("torch", one.workers)
-        if one.whose == "torch" or other not in figures.runs or (one, other) == (ours, theirs):
+    for loader in figures.runs:
+        other = Contestant("torch", loader.workers)
+        if loader.whose == "torch" or other not in figures.runs or (loader, other) == (ours, theirs):
             continue
-        if figures.median(one) < (1 - SAME) * figures.median(other):
-            yield comparison_text(one.name, figures.median(one), other.name, figures.median(other))
+        if figures.median(loader) < (1 - SAME) * figures.median(other):
+            yield comparison_text(loader.name, figures.median(loader), other.name, figures.median(other))
     if ours.workers is None:
         yield (
             "torch draws single samples of the ShardedDataset in a full shuffle; dataflow streams its blocks "

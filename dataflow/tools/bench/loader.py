@@ -103,7 +103,7 @@ class EmulationFigures:
             "memory_limit": self.memory_limit,
             "dataset": self.dataset,
             "machine": {**machine(), "torch": torch.__version__},
-            "accelerator_utilisation": _mean_utilisation(one.steps for one in self.training),
+            "accelerator_utilisation": _mean_utilisation(rank.steps for rank in self.training),
             "evicted": self.evicted,
             "headspace": self.headspace.to_json(),
             "rates_samples_per_s": asdict(self.rates),
@@ -111,7 +111,7 @@ class EmulationFigures:
                 name: getattr(self.bottleneck, name)
                 for name in ("bound", "predicted", "gains", "reason", "gain")
             },
-            "phases": {name: [one.to_json() for one in ranks] for name, ranks in self.phases.items()},
+            "phases": {name: [rank.to_json() for rank in ranks] for name, ranks in self.phases.items()},
         }
 
     def rows(self) -> list[dict[str, Any]]:
@@ -119,13 +119,13 @@ class EmulationFigures:
         return [
             {
                 "phase": phase,
-                **{name: getattr(one, name) for name in _COUNTS},
-                "utilisation": one.steps and one.steps.utilisation,
-                "steps": one.steps and one.steps.counted,
-                **{name: one.steps and getattr(one.steps, name) for name in _SECONDS},
+                **{name: getattr(rank, name) for name in _COUNTS},
+                "utilisation": rank.steps and rank.steps.utilisation,
+                "steps": rank.steps and rank.steps.counted,
+                **{name: rank.steps and getattr(rank.steps, name) for name in _SECONDS},
             }
             for phase, ranks in self.phases.items()
-            for one in ranks
+            for rank in ranks
         ]
 
 
@@ -208,20 +208,20 @@ def _shards(dataset: ShardedDataset) -> list[Shard]:
 
 def _from_device(ranks: Sequence[RankFigures]) -> bool:
     """Return whether most of what was read came from a disk of this machine."""
-    device_bytes = sum(one.device_bytes or 0 for one in ranks)
-    return device_bytes > _FROM_DEVICE * max(1, sum(one.read_bytes for one in ranks))
+    device_bytes = sum(rank.device_bytes or 0 for rank in ranks)
+    return device_bytes > _FROM_DEVICE * max(1, sum(rank.read_bytes for rank in ranks))
 
 
 def _data_stall(training: Sequence[RankFigures]) -> DataStall:
     return data_stall_of(
-        [one.steps.windows for one in training if one.steps],
-        [one.replayed.windows for one in training if one.replayed],
+        [rank.steps.windows for rank in training if rank.steps],
+        [rank.replayed.windows for rank in training if rank.replayed],
     )
 
 
 def _rates(phases: Mapping[EmulationPhase, Sequence[RankFigures]]) -> Rates:
     def together(phase: EmulationPhase) -> float:
-        return max(sum(one.samples_per_s for one in phases[phase]), 1e-9)
+        return max(sum(rank.samples_per_s for rank in phases[phase]), 1e-9)
 
     measured = together("training")
     return Rates(
@@ -238,24 +238,24 @@ def _rates(phases: Mapping[EmulationPhase, Sequence[RankFigures]]) -> Rates:
 
 def _epochs(ranks: Sequence[RankFigures]) -> Epochs | None:
     """Return how epochs began in a phase, on the rank that has the fewest batches."""
-    known = [one for one in ranks if one.epoch_batches and one.steps and one.stats]
+    known = [figures for figures in ranks if figures.epoch_batches and figures.steps and figures.stats]
     if not known:
         return None
-    one = min(known, key=lambda one: one.epoch_batches or 0)
-    assert one.epoch_batches is not None
-    assert one.steps is not None
-    assert one.stats is not None
-    share = min(0.99, one.steps.border_s / max(one.steps.running_s, 1e-9))
-    return Epochs(batches=one.epoch_batches, ahead=one.stats["depth"], border_share=share)
+    rank = min(known, key=lambda figures: figures.epoch_batches or 0)
+    assert rank.epoch_batches is not None
+    assert rank.steps is not None
+    assert rank.stats is not None
+    share = min(0.99, rank.steps.border_s / max(rank.steps.running_s, 1e-9))
+    return Epochs(batches=rank.epoch_batches, ahead=rank.stats["depth"], border_share=share)
 
 
 def _cores(ranks: Sequence[RankFigures]) -> float:
     """Cores that a phase kept busy, on all ranks."""
-    return sum(one.cpu_s for one in ranks) / max(_span_s(one, 0.0) for one in ranks)
+    return sum(rank.cpu_s for rank in ranks) / max(_span_s(rank, 0.0) for rank in ranks)
 
 
 def _mean_utilisation(ranks: Iterable[Steps | None]) -> float | None:
-    utilisations = [one.utilisation for one in ranks if one and one.utilisation is not None]
+    utilisations = [steps.utilisation for steps in ranks if steps and steps.utilisation is not None]
     return sum(utilisations) / len(utilisations) if utilisations else None
 
 
@@ -291,22 +291,22 @@ def _draw(figures: EmulationFigures, figure: Any) -> None:
     """Samples a second of each part, and what the time of a rank's steps went to."""
     rates, shares = figure.subplots(1, 2, width_ratios=(3, 2))
     names = [_PHASES[phase].strip() for phase in figures.phases]
-    values = [sum(one.samples_per_s for one in ranks) for ranks in figures.phases.values()]
+    values = [sum(rank.samples_per_s for rank in ranks) for ranks in figures.phases.values()]
     rates.plot(values, names, "o")  # bars would have no foot on a logarithmic axis
     rates.invert_yaxis()
     rates.grid(axis="x", alpha=0.3)
     if figures.need is not None:
-        wanted = figures.need["samples_per_s"]
-        rates.axvline(wanted, color="black", linestyle=":", label=f"needed, {figures.need['asked']}")
+        target = figures.need["samples_per_s"]
+        rates.axvline(target, color="black", linestyle=":", label=f"needed, {figures.need['asked']}")
         rates.legend(frameon=False, fontsize="small")
     rates.set(title="samples a second, each part alone", xlabel="samples/s", xscale="log")
     left = [0.0] * len(figures.training)
     for name in ("computed_s", "waited_s", "synced_s"):
         parts = [
-            getattr(one.steps, name) / max(one.steps.running_s, 1e-9) if one.steps else 0.0
-            for one in figures.training
+            getattr(rank.steps, name) / max(rank.steps.running_s, 1e-9) if rank.steps else 0.0
+            for rank in figures.training
         ]
-        shares.barh([f"rank {one.rank}" for one in figures.training], parts, left=left, label=_SHARES[name])
+        shares.barh([f"rank {row.rank}" for row in figures.training], parts, left=left, label=_SHARES[name])
         left = [a + b for a, b in zip(left, parts, strict=True)]
     shares.set(title="time of steps", xlabel="share", xlim=(0, 1))
     shares.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3)
@@ -317,14 +317,14 @@ _SHARES = {"computed_s": "computing", "waited_s": "waiting for data", "synced_s"
 
 def _rank_table(figures: EmulationFigures) -> Table:
     training = figures.training
-    rows = [_rank_row(one) for one in training]
+    rows = [_rank_row(rank) for rank in training]
     if len(training) > 1:
-        rate = sum(one.samples_per_s for one in training)
-        mb_per_s = sum(one.read_bytes / 1e6 / _span_s(one, 0.0) for one in training)
+        rate = sum(rank.samples_per_s for rank in training)
+        mb_per_s = sum(rank.read_bytes / 1e6 / _span_s(rank, 0.0) for rank in training)
         rows.append(
             [
                 "all",
-                optional(_mean_utilisation(one.steps for one in training), ".1%"),
+                optional(_mean_utilisation(rank.steps for rank in training), ".1%"),
                 f"{rate:,.0f}",
                 f"{mb_per_s:,.1f}",
             ]
@@ -333,16 +333,16 @@ def _rank_table(figures: EmulationFigures) -> Table:
     return Table(columns, rows)
 
 
-def _rank_row(one: RankFigures) -> list[str]:
-    steps, stats = one.steps, one.stats
+def _rank_row(figures: RankFigures) -> list[str]:
+    steps, stats = figures.steps, figures.stats
     assert steps is not None
     assert stats is not None
     running_s = max(steps.running_s, 1e-9)
     return [
-        str(one.rank),
+        str(figures.rank),
         optional(steps.utilisation, ".1%"),
-        f"{one.samples_per_s:,.0f}",
-        f"{one.read_bytes / 1e6 / _span_s(one, 0.0):,.1f}",
+        f"{figures.samples_per_s:,.0f}",
+        f"{figures.read_bytes / 1e6 / _span_s(figures, 0.0):,.1f}",
         f"{steps.waited_s / running_s:.1%}",
         f"{steps.synced_s / running_s:.1%}",
         f"{steps.first_batch_s * 1e3:,.0f} ms",
@@ -350,25 +350,25 @@ def _rank_row(one: RankFigures) -> list[str]:
     ]
 
 
-def _span_s(one: RankFigures, otherwise: float) -> float:
+def _span_s(figures: RankFigures, otherwise: float) -> float:
     """Seconds from asking for the first batch to the end of the last step; `otherwise` without steps."""
-    return max(one.steps.ended_s - one.steps.began_s if one.steps else otherwise, 1e-9)
+    return max(figures.steps.ended_s - figures.steps.began_s if figures.steps else otherwise, 1e-9)
 
 
 def _phase_table(figures: EmulationFigures) -> Table:
     rows = []
     for phase, ranks in figures.phases.items():
-        span_s = max(_span_s(one, figures.settings.seconds) for one in ranks)
-        read_bytes = sum(one.read_bytes for one in ranks)
-        device_bytes = [one.device_bytes for one in ranks]
+        span_s = max(_span_s(rank, figures.settings.seconds) for rank in ranks)
+        read_bytes = sum(rank.read_bytes for rank in ranks)
+        device_bytes = [rank.device_bytes for rank in ranks]
         from_disk = sum(nbytes or 0 for nbytes in device_bytes) / max(1, read_bytes)
         known = read_bytes and None not in device_bytes
         rows.append(
             [
                 _PHASES[phase],
-                f"{sum(one.samples_per_s for one in ranks):,.0f}",
+                f"{sum(rank.samples_per_s for rank in ranks):,.0f}",
                 f"{read_bytes / 1e6 / span_s:,.1f}",
-                f"{sum(one.cpu_s for one in ranks) / span_s:.2f}",
+                f"{sum(rank.cpu_s for rank in ranks) / span_s:.2f}",
                 f"{min(1.0, from_disk):.0%}" if known else "-",
             ]
         )
@@ -378,14 +378,14 @@ def _phase_table(figures: EmulationFigures) -> Table:
 def sentences(figures: EmulationFigures) -> Iterator[str]:
     """Yield what the verdict rests on."""
     bottleneck, rates, training = figures.bottleneck, figures.rates, figures.training
-    utilisation = _mean_utilisation(one.steps for one in training)
+    utilisation = _mean_utilisation(rank.steps for rank in training)
     if utilisation is not None:
         word = "at least" if utilisation >= _GOOD_UTILISATION else "below"
         yield (
             f"accelerator utilisation {utilisation:.1%}, {word} the 90 % that MLPerf Storage asks of most "
             "workloads"
         )
-    alone = _mean_utilisation(one.replayed for one in training)
+    alone = _mean_utilisation(rank.replayed for rank in training)
     if alone is not None:
         yield (
             f"with data that is there already it is {alone:.1%}: the rest is what timers "
@@ -416,20 +416,20 @@ def cores_text(busy: float, cores: int) -> Iterator[str]:
 
 
 def _evidence(figures: EmulationFigures) -> Iterator[str]:
-    stats = [one.stats for one in figures.training if one.stats]
-    elapsed_s = sum(one["elapsed_s"] for one in stats)
+    stats = [rank.stats for rank in figures.training if rank.stats]
+    elapsed_s = sum(row["elapsed_s"] for row in stats)
     for stage in ("read", "build"):
-        busy_s = sum(one[stage]["busy_s"] for one in stats)
-        threads = max(one[stage]["threads"] for one in stats)
+        busy_s = sum(row[stage]["busy_s"] for row in stats)
+        threads = max(row[stage]["threads"] for row in stats)
         share = busy_s / max(elapsed_s * threads, 1e-9)
         who = "processes" if stage == "build" and stats[0]["workers"] == "process" else "threads"
         yield f"{stage} {who}: busy {share:.0%} of the time ({threads} a rank)"
-    peak = max(one["memory"]["peak_bytes"] for one in stats)
+    peak = max(row["memory"]["peak_bytes"] for row in stats)
     yield (
         f"ledger: at most {bytes_text(peak)} of {bytes_text(figures.memory_limit)} held; "
         f"{stats[0]['depth']} batches ahead ({stats[0]['depth_reason']})"
     )
-    retries = sum(one["faults"]["retries"] for one in stats)
+    retries = sum(row["faults"]["retries"] for row in stats)
     if retries:
         yield f"reads tried again: {retries:,} (faults in --json)"
     if figures.evicted:

@@ -77,9 +77,9 @@ class BlockOrder:
 
     def blocks(self, positions: range) -> list[Block]:
         """Return the blocks at many positions of the first pass."""
-        at = np.arange(positions.start, positions.stop, dtype=np.uint64)
+        indices = np.arange(positions.start, positions.stop, dtype=np.uint64)
         random = self._pattern == "random"
-        numbers = (feistel(at, self._total, self._seed) if random else at).astype(np.int64)
+        numbers = (feistel(indices, self._total, self._seed) if random else indices).astype(np.int64)
         shard = np.searchsorted(self._ends, numbers, side="right")
         first = np.where(shard > 0, self._ends[shard - 1], 0)
         offsets = (numbers - first) * self._block_bytes

@@ -110,22 +110,22 @@ class Steps:
     @property
     def waited_s(self) -> float:
         """Seconds in `next` after the first step. Near 0: loading keeps up. Near `running_s`: it does not."""
-        return sum(one.data_s for one in self.windows)
+        return sum(step.data_s for step in self.windows)
 
     @property
     def computed_s(self) -> float:
         """Measured seconds of computing after the first step: timers overshoot the given ones."""
-        return sum(one.compute_s for one in self.windows)
+        return sum(step.compute_s for step in self.windows)
 
     @property
     def synced_s(self) -> float:
         """Seconds spent waiting for the other ranks after the first step."""
-        return sum(one.peers_s for one in self.windows)
+        return sum(step.peers_s for step in self.windows)
 
     @property
     def running_s(self) -> float:
         """The seconds of the steps that count."""
-        return sum(one.total_s for one in self.windows)
+        return sum(step.total_s for step in self.windows)
 
     @property
     def utilisation(self) -> float | None:
@@ -137,7 +137,7 @@ class Steps:
     @property
     def per_s_by_quarter(self) -> list[float]:
         """[4] steps a second in quarters of the steps that count; [] where they are fewer."""
-        times_s = [one.total_s for one in self.windows]
+        times_s = [step.total_s for step in self.windows]
         cuts = [len(times_s) * number // 4 for number in range(5)]
         quarters = [times_s[first:last] for first, last in pairwise(cuts)]
         return [len(part) / max(sum(part), 1e-9) for part in quarters] if len(times_s) >= 4 else []
@@ -205,7 +205,7 @@ def run_steps(
         for number, (waited, computed, synced) in enumerate(times, 1)
     )
     others = steps - 1 - borders
-    usual_s = (sum(one.data_s for one in windows) - waited_at_borders) / others if others > 0 else 0.0
+    usual_s = (sum(step.data_s for step in windows) - waited_at_borders) / others if others > 0 else 0.0
     return Steps(
         began_s=began,
         ended_s=now,
@@ -270,7 +270,7 @@ def _load(work: Work, use: _ResourceUse) -> RankFigures:
         )
         stats, epoch_batches = loader.stats(), len(loader)
         device, cpu_s = use.end()
-        kept = next(batches) if trains else None
+        batch = next(batches) if trains else None
     if stats.workers == "process":
         cpu_s += stats.build.cpu_s
     samples = stats.samples - first[0]
@@ -282,7 +282,7 @@ def _load(work: Work, use: _ResourceUse) -> RankFigures:
         device_bytes=device,
         cpu_s=cpu_s,
         steps=steps,
-        replayed=run(repeat(kept)) if trains else None,
+        replayed=run(repeat(batch)) if trains else None,
         stats=stats.to_json(),
         epoch_batches=epoch_batches,
     )

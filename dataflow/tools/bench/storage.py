@@ -173,7 +173,7 @@ class StorageFigures:
             "evict": self.settings.evict,
             "machine": machine(),
             "first_byte": asdict(self.first_byte),
-            "cases": [one.to_json() for one in self.cases],
+            "cases": [result.to_json() for result in self.cases],
         }
 
 
@@ -421,7 +421,7 @@ def page_of(figures: StorageFigures) -> Page:
         values,
         parts,
         verdict=storage_verdict(values),
-        rows=[one.to_row() for one in figures.cases],
+        rows=[result.to_row() for result in figures.cases],
     )
 
 
@@ -430,16 +430,16 @@ def _table(figures: StorageFigures) -> Table:
     columns = ("order", "block", "x", "MB/s", "reads/s", *percentiles, "CPU", "data")
     rows = [
         (
-            one.case.pattern,
-            block_text(one.case.block_bytes),
-            str(one.case.concurrency),
-            f"{one.mb_per_s:,.1f}",
-            f"{one.reads_per_s:,.0f}",
-            *(_ms(one.latency_s[name]) for name in PERCENTILES),
-            f"{one.cpu_s_per_gb:.2f}",
-            one.label.word,
+            result.case.pattern,
+            block_text(result.case.block_bytes),
+            str(result.case.concurrency),
+            f"{result.mb_per_s:,.1f}",
+            f"{result.reads_per_s:,.0f}",
+            *(_ms(result.latency_s[name]) for name in PERCENTILES),
+            f"{result.cpu_s_per_gb:.2f}",
+            result.label.word,
         )
-        for one in figures.cases
+        for result in figures.cases
     ]
     return Table(columns, rows, left=2)
 
@@ -456,30 +456,30 @@ def _ms(seconds: float | None) -> str:
 def sentences(figures: StorageFigures) -> Iterator[str]:
     """Yield what a reader of the table must know, one sentence each."""
     cases = figures.cases
-    for word, group in _grouped(cases, lambda one: one.label.word).items():
+    for word, group in _grouped(cases, lambda result: result.label.word).items():
         yield f"{word}: {group[0].label.reason}" + _where(group, cases)
     if figures.how == "direct":
         yield "what lies below the block device (a hypervisor's cache, a controller's) cannot be seen"
     if figures.why_no_fio:
         yield f"{figures.why_no_fio}: these are reads through the page cache, and not what the device gives"
-    short = [one for one in cases if one.left_out]
+    short = [result for result in cases if result.left_out]
     if short:
-        most = max(one.left_out for one in short)
+        most = max(result.left_out for result in short)
         yield f"{most:,} of the shards, or fewer, are shorter than a block and were not read" + _where(
             short, cases
         )
-    few = [one for one in cases if None in one.latency_s.values()]
+    few = [result for result in cases if None in result.latency_s.values()]
     if few:
-        least = min(few, key=lambda one: one.reads)
+        least = min(few, key=lambda result: result.reads)
         yield absent_text(least.latency_s, least.reads)
-    for one in cases:
-        if one.exhausted:
-            yield f"{case_text(one.case)} ended after {one.seconds:.2f} s: every block was read once"
-    busy = [one for one in cases if one.client_is_busy]
+    for result in cases:
+        if result.exhausted:
+            yield f"{case_text(result.case)} ended after {result.seconds:.2f} s: every block was read once"
+    busy = [result for result in cases if result.client_is_busy]
     if busy:
         why = "a core (of which Python uses one at a time) or all of them had no time left"
         yield f"this client may be the limit, not the store: {why}" + _where(busy, cases)
-    faults = [one for one in cases if any(vars(one.faults).values())]
+    faults = [result for result in cases if any(vars(result.faults).values())]
     if faults:
         yield "reads failed and were tried again (faults in --json)" + _where(faults, cases)
 
@@ -496,34 +496,34 @@ def client_is_busy(busy: float, reads_per_s: float, how: How, cores: int) -> boo
 
 def _grouped(cases: Sequence[CaseFigures], key: Callable[[CaseFigures], str]) -> dict[str, list[CaseFigures]]:
     groups: dict[str, list[CaseFigures]] = {}
-    for one in cases:
-        groups.setdefault(key(one), []).append(one)
+    for result in cases:
+        groups.setdefault(key(result), []).append(result)
     return groups
 
 
 def _where(group: Sequence[CaseFigures], cases: Sequence[CaseFigures]) -> str:
     if len(group) == len(cases):
         return ""
-    named = ", ".join(case_text(one.case) for one in group[:3])
+    named = ", ".join(case_text(result.case) for result in group[:3])
     return f" ({named}{f' and {len(group) - 3} more' if len(group) > 3 else ''})"
 
 
 def _draw(figures: StorageFigures, figure: Any) -> None:
     """Throughput, latency and throughput over time."""
     rates, latency, over_time = figure.subplots(1, 3)
-    lines = _grouped(figures.cases, lambda one: f"{one.case.pattern} {block_text(one.case.block_bytes)}")
+    lines = _grouped(figures.cases, lambda row: f"{row.case.pattern} {block_text(row.case.block_bytes)}")
     for name, cases in lines.items():
-        rates.plot([one.case.concurrency for one in cases], [one.mb_per_s for one in cases], "o-", label=name)
-        best = max(cases, key=lambda one: one.mb_per_s)
+        rates.plot([row.case.concurrency for row in cases], [row.mb_per_s for row in cases], "o-", label=name)
+        best = max(cases, key=lambda row: row.mb_per_s)
         text = case_text(best.case)
         known = {f"p{name}": value * 1e3 for name, value in best.latency_s.items() if value is not None}
         latency.plot([*known], [*known.values()], "o-", label=text)
-        at = (np.arange(_PARTS_OF_TIME) + 0.5) * best.seconds / _PARTS_OF_TIME
-        over_time.plot(at, best.mb_per_s_over_time, label=text)
+        times_s = (np.arange(_PARTS_OF_TIME) + 0.5) * best.seconds / _PARTS_OF_TIME
+        over_time.plot(times_s, best.mb_per_s_over_time, label=text)
     if figures.settings.need is not None:
-        wanted = figures.settings.need.to_json(figures.sample_bytes)["bytes_per_s"]
+        target = figures.settings.need.to_json(figures.sample_bytes)["bytes_per_s"]
         rates.axhline(
-            wanted / 1e6, color="black", linestyle=":", label=f"needed, {figures.settings.need.text}"
+            target / 1e6, color="black", linestyle=":", label=f"needed, {figures.settings.need.text}"
         )
     rates.set(title="throughput", xlabel="reads in flight", ylabel="MB/s", ylim=(0, None))
     latency.set(title="latency", xlabel="percentile", ylabel="ms", yscale="log")

@@ -20,16 +20,16 @@ from dataflow.tools.terminal.options import (
 )
 
 
-def _token(_ctx: click.Context, _param: click.Parameter, given: str | None) -> int | str | None:
-    return int(given) if given and given.isdecimal() else given
+def _token(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | str | None:
+    return int(text) if text and text.isdecimal() else text
 
 
-def _all_or(_ctx: click.Context, _param: click.Parameter, given: str | None) -> bool | int:
-    if given is None or given == "all":
-        return given is not None
-    if not given.isdecimal() or not int(given):
-        raise click.BadParameter(f"must be a number of samples, got {given!r}")
-    return int(given)
+def _all_or(_ctx: click.Context, _param: click.Parameter, text: str | None) -> bool | int:
+    if text is None or text == "all":
+        return text is not None
+    if not text.isdecimal() or not int(text):
+        raise click.BadParameter(f"must be a number of samples, got {text!r}")
+    return int(text)
 
 
 def _function(_ctx: click.Context, _param: click.Parameter, name: str | None) -> Any:
@@ -157,7 +157,7 @@ def convert(settings: ConvertSettings) -> None:
         if name not in ("dataset", "engine")
     }
     with settings.engine.started(has_workers=True) as executor:
-        made = dataflow.convert(
+        result = dataflow.convert(
             opened,
             dest,
             workers=settings.engine.workers,
@@ -165,11 +165,11 @@ def convert(settings: ConvertSettings) -> None:
             storage_options=settings.dataset.storage_options,
             **arguments,
         )
-    if made.skipped:
-        click.echo(f"{made.skipped:,} shards were finished before, and were skipped")
-    rate = f", {made.samples / made.seconds:,.0f} a second" if not made.skipped else ""
-    what = f"{counted(made.samples, 'sample')} in {counted(made.shards, 'shard')}"
-    click.echo(f"{what}, {made.bytes / 1e6:,.1f} MB{rate}")
+    if result.skipped:
+        click.echo(f"{result.skipped:,} shards were finished before, and were skipped")
+    rate = f", {result.samples / result.seconds:,.0f} a second" if not result.skipped else ""
+    what = f"{counted(result.samples, 'sample')} in {counted(result.shards, 'shard')}"
+    click.echo(f"{what}, {result.bytes / 1e6:,.1f} MB{rate}")
     if settings.verify:
-        click.echo(f"{made.verified:,} samples were compared with the source: all are the same")
-    click.echo(f"catalog  {made.catalog}")
+        click.echo(f"{result.verified:,} samples were compared with the source: all are the same")
+    click.echo(f"catalog  {result.catalog}")

@@ -146,8 +146,8 @@ def _not_reported(records: Sequence[StepRecord]) -> str:
     """Why there is nothing to report."""
     if not records:
         return _NOTHING
-    scheduled = [one for one in records if one.in_schedule]
-    ranks = sorted({one.rank for one in scheduled or records})
+    scheduled = [record for record in records if record.in_schedule]
+    ranks = sorted({record.rank for record in scheduled or records})
     where = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
     return (_NO_WINDOW if scheduled else _NO_STEP).format(where=where)
 
@@ -162,7 +162,7 @@ def _show(folder: Path, json_path: str | None, picture: str | None, trace: str |
 
     saved = read_records(folder)
     console = Console(stderr=json_path == "-")
-    if not any(one.windows for one in saved.records):
+    if not any(record.windows for record in saved.records):
         for line in (*saved.notes, _not_reported(saved.records)):
             console.print(printable(line), markup=False, soft_wrap=True)
         return
@@ -170,7 +170,7 @@ def _show(folder: Path, json_path: str | None, picture: str | None, trace: str |
     report = replace(report, notes=(*report.notes, *saved.notes))
     report.show(console)
     if trace is not None:
-        write_trace({one.rank: one.events for one in saved.records}, trace)
+        write_trace({record.rank: record.events for record in saved.records}, trace)
     save(page_of(report, saved.records), json_path, picture)
 
 

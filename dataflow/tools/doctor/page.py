@@ -41,17 +41,17 @@ def _draw(report: Report, records: Sequence[StepRecord], figure: Any) -> None:
     bars, lines = figure.subplots(2, 1, height_ratios=(0.8 + 0.25 * len(ranks), 3))
     left = np.zeros(len(ranks))
     for part, name in report.names.items():
-        width = np.array([one.shares[part] for one in ranks]) * 100
-        bars.barh([str(one.rank) for one in ranks], width, left=left, color=_COLOURS[part], label=name)
+        width = np.array([row.shares[part] for row in ranks]) * 100
+        bars.barh([str(row.rank) for row in ranks], width, left=left, color=_COLOURS[part], label=name)
         left += width
     bars.set(title="where each rank's time went", xlabel="%", ylabel="rank", xlim=(0, 100))
     bars.invert_yaxis()
     parts = bars.get_legend_handles_labels()
     figure.legend(*parts, loc="outside lower center", ncols=len(report.names), frameon=False)
     for record in records[:_RANKS]:
-        numbers = [one.window for one in record.windows[1:]]
-        own = [(one.own_s if report.in_schedule else one.data_s) * 1e3 for one in record.windows[1:]]
-        lines.plot(numbers, own, linewidth=0.8, label=f"rank {record.rank}")
+        numbers = [step.window for step in record.windows[1:]]
+        times = [(step.own_s if report.in_schedule else step.data_s) * 1e3 for step in record.windows[1:]]
+        lines.plot(numbers, times, linewidth=0.8, label=f"rank {record.rank}")
     title, unit = "what each rank waited for a batch", "batch"
     if report.in_schedule:
         title, unit = "until each rank had its own gradients: the highest keeps the others waiting", "window"

@@ -70,14 +70,14 @@ def _read(files: Iterable[Path], record_type: type[R]) -> SavedRecords[R]:
             continue
         name = path.stem.partition("-")[2]  # of a schedule or a loop: the same on all ranks
         (schedules if record.in_schedule else loops)[name].append(record)
-    trained = {name: ranks for name, ranks in loops.items() if any(one.optimizer_steps for one in ranks)}
+    trained = {name: ranks for name, ranks in loops.items() if any(rank.optimizer_steps for rank in ranks)}
     candidates = schedules or trained or loops  # beside a training, a loop is for evaluation
     if not candidates:
         return SavedRecords(tuple(without), tuple(notes))
-    longest = max(candidates.values(), key=lambda records: min(len(one.windows) for one in records))
+    longest = max(candidates.values(), key=lambda records: min(len(rank.windows) for rank in records))
     # After a restart with fewer ranks, records of ranks that are no more lie there still.
-    world_size = max(longest, key=lambda one: one.windows[-1].window).world_size
-    ranks = [one for one in longest if one.world_size == world_size]
+    world_size = max(longest, key=lambda rank: rank.windows[-1].window).world_size
+    ranks = [rank for rank in longest if rank.world_size == world_size]
     notes += _missing(ranks, world_size)
     if len(schedules) > 1:
         notes.append(f"{len(schedules)} schedules were made; this is the one with most windows")
@@ -91,7 +91,7 @@ def _missing(records: Sequence[StepRecord], world_size: int) -> Iterator[str]:
     lacking = world_size - len(records)
     if not lacking:
         return
-    there = ", ".join(str(one.rank) for one in records[:_SHOWN]) + (", ..." if len(records) > _SHOWN else "")
+    there = ", ".join(str(row.rank) for row in records[:_SHOWN]) + (", ..." if len(records) > _SHOWN else "")
     yield (
         f"{lacking} of {world_size} ranks left no record (there are: {there}): they ended early, or ran on "
         "machines that do not share the folder (--folder)"

@@ -138,6 +138,6 @@ def _powers(most: int) -> list[int]:
 
 
 def _next(everyone: NDArray[np.int64], stride: int, size: int) -> NDArray[np.int64]:
-    at = everyone // stride % size
-    following: NDArray[np.int64] = everyone + ((at + 1) % size - at) * stride
+    position = everyone // stride % size
+    following: NDArray[np.int64] = everyone + ((position + 1) % size - position) * stride
     return following

@@ -128,7 +128,7 @@ def explain(
     if json_path != "-":
         show(_told(run, places, table, notes, settings.rows))
     rows = table.drop_columns("draws").to_pylist()
-    steps = [{**one.place._asdict(), "step": one.number, "microbatch": one.microbatch or 0} for one in places]
+    steps = [{**row.place._asdict(), "step": row.number, "microbatch": row.microbatch or 0} for row in places]
     save(Page("dataflow explain", {"steps": steps, "rows": rows, "notes": [*notes]}), json_path)
     if html is not None:
         from dataflow.tools.explain.page import page_of
@@ -207,8 +207,8 @@ def _told(
         parts.append(f"{table.num_rows - most:,} more samples: --rows prints more, --json writes all")
     if len(run.dataset.sources) > 1:
         shares = Counter(table["source"].to_pylist())
-        told = (f"source {source}: {count / table.num_rows:.1%}" for source, count in sorted(shares.items()))
-        parts.append("; ".join(told))
+        facts = (f"source {source}: {count / table.num_rows:.1%}" for source, count in sorted(shares.items()))
+        parts.append("; ".join(facts))
     return [*parts, *notes]
 
 

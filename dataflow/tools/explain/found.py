@@ -53,8 +53,8 @@ def find(
         raise ValueError("say which samples, by --key KEY or --keys FILE")
     taken = state_in(state)
     run = run_of(dataset, taken)
-    wanted: Any = keys_file or [*keys]
-    table = table_of_run(run, taken["epoch"], taken["position"], wanted, on)
+    samples: Any = keys_file or [*keys]
+    table = table_of_run(run, taken["epoch"], taken["position"], samples, on)
     rows, notes = table.to_pylist(), notes_of(table)
     if json_path != "-":
         names = ["key", "sample", "delivered", "next"]

@@ -93,8 +93,8 @@ class StepMeasures:
         _, first, counts = np.unique(keys, return_index=True, return_counts=True)
         self._add(f"share of {name} repeated", len(keys) - len(first), len(keys))
         most = int(counts.argmax())
-        told = int(counts[most]), decode(windows[first[most]].tolist())
-        self._most[name] = max(told, self._most.get(name, told), key=lambda one: one[0])
+        repeat = int(counts[most]), decode(windows[first[most]].tolist())
+        self._most[name] = max(repeat, self._most.get(name, repeat), key=lambda pair: pair[0])
 
 
 def compared(steps: Sequence[StepMeasures]) -> Iterator[str]:
@@ -118,8 +118,8 @@ def compared(steps: Sequence[StepMeasures]) -> Iterator[str]:
             else ""
         )
         cut = f"; of repeats the first {MOST_TOKENS:,} tokens" if any(step.is_cut for step in steps) else ""
-        told = f"Bytes and sources are of all samples, the rest of the batches shown{cut}{marked}."
-        yield f"<p class=dim>{told}</p>"
+        note = f"Bytes and sources are of all samples, the rest of the batches shown{cut}{marked}."
+        yield f"<p class=dim>{note}</p>"
     yield from (f"<p class=dim>{text_of(line)}</p>" for step in steps for line in step.repeated())
 
 

@@ -76,8 +76,8 @@ def page_of(
     steps, measures, room = list[str](), list[StepMeasures](), PageRoom()
     lengths = np.array(table["length"].to_pylist(), float)
     usual = float(np.median(lengths)) if len(lengths) else 0.0
-    for numbered, own in zip(places, _rows_of(places, table), strict=True):
-        place, rows, name = numbered.place, own.to_pylist(), numbered.name.capitalize()
+    for numbered, part in zip(places, _rows_of(places, table), strict=True):
+        place, rows, name = numbered.place, part.to_pylist(), numbered.name.capitalize()
         measures.append(StepMeasures(name, rows, len(run.dataset.sources)))
         is_asked = asked in (None, numbered.number)
         most = MOST_ROWS if is_asked else MOST_BESIDE
@@ -113,9 +113,9 @@ def _facts(place: StepPlace, rows: Sequence[Mapping[str, Any]], usual: float) ->
     times = Counter((row["source"], row["sample"]) for row in rows if row["piece_start"] is None)
     if twice := [f"sample {sample} of source {source}" for (source, sample), n in times.items() if n > 1]:
         yield f"<p class=odd>more than once: {text_of(', '.join(twice[:20]))}</p>"
-    own = [row for row in rows if usual and not 0.25 <= row["length"] / usual <= 4]
-    if own and len(own) < len(rows) / 4:
-        named = ", ".join(f"{row['key'] or row['sample']} ({row['length']:,})" for row in own[:20])
+    outliers = [row for row in rows if usual and not 0.25 <= row["length"] / usual <= 4]
+    if outliers and len(outliers) < len(rows) / 4:
+        named = ", ".join(f"{row['key'] or row['sample']} ({row['length']:,})" for row in outliers[:20])
         yield f"<p class=odd>bytes unlike the usual {usual:,.0f}: {text_of(named)}</p>"
 
 
@@ -131,24 +131,24 @@ def _samples(
     yield "<div class=rows>"
     shown = 0
     for rank in sorted({row["rank"] for row in rows}):
-        own: dict[int, list[Mapping[str, Any]]] = {}
+        rank_rows: dict[int, list[Mapping[str, Any]]] = {}
         for row in rows:
             if row["rank"] == rank:
-                own.setdefault(row["row"], []).append(row)
+                rank_rows.setdefault(row["row"], []).append(row)
         batch, files, fault = None, dict[int, StoredFiles](), ""
         if shown < most:
-            told = [piece for pieces in [*own.values()][: most - shown] for piece in pieces]
+            shown_pieces = [piece for pieces in [*rank_rows.values()][: most - shown] for piece in pieces]
             try:
                 batch = batch_at(run, place, rank)
-                for number in {piece["source"] for piece in told}:
-                    pieces = [piece for piece in told if piece["source"] == number]
+                for number in {piece["source"] for piece in shown_pieces}:
+                    pieces = [piece for piece in shown_pieces if piece["source"] == number]
                     files[number] = StoredFiles(run.dataset.sources[number], pieces)
             except (DataflowError, OSError, ValueError) as error:
                 batch, fault = None, f"<p class=odd>cannot be made again: {text_of(error)}</p>"
             else:
                 words = (words_of(run.dataset.sources[number].transform) for number in files)
-                measures.add(batch, next((one for one in words if one.column), TokenWords()))
-        for number, pieces in own.items():
+                measures.add(batch, next((tokens for tokens in words if tokens.column), TokenWords()))
+        for number, pieces in rank_rows.items():
             shown += 1
             if shown <= most:
                 yield f"<div class=row><h3>rank {rank}, row {number}</h3>{_named(pieces)}{fault}"

@@ -31,12 +31,12 @@ def state_in(named: str) -> dict[str, Any]:
     saved = _loaded(file)
     if path:
         return _checked(_at(saved, path, file), f"{file}:{path}")
-    found = [*_states(saved, "", _DEPTH)]
-    if len(found) == 1:
-        return found[0][1]
-    if found:
-        names = ", ".join(f"{file}:{where}" for where, _ in found[:8])
-        raise ValueError(f"{file} has the states of {len(found)} loaders: name one of {names}")
+    states = [*_states(saved, "", _DEPTH)]
+    if len(states) == 1:
+        return states[0][1]
+    if states:
+        names = ", ".join(f"{file}:{where}" for where, _ in states[:8])
+        raise ValueError(f"{file} has the states of {len(states)} loaders: name one of {names}")
     raise ValueError(
         f"{file} has no state of a loader over shards: save what loader.state_dict() returns, or name where "
         f"it is, {file}:path.to.loader"
@@ -89,10 +89,10 @@ def _states(value: Any, where: str, depth: int) -> Iterator[tuple[str, dict[str,
         yield where, dict(value)
         return
     if isinstance(value, Mapping):
-        items = [(str(name), own) for name, own in value.items()]
+        items = [(str(name), item) for name, item in value.items()]
     elif isinstance(value, list | tuple):
-        items = [(str(number), own) for number, own in enumerate(value)]
+        items = [(str(number), item) for number, item in enumerate(value)]
     else:
         return
-    for name, own in items if depth else ():
-        yield from _states(own, f"{where}.{name}" if where else name, depth - 1)
+    for name, child in items if depth else ():
+        yield from _states(child, f"{where}.{name}" if where else name, depth - 1)

@@ -43,9 +43,9 @@ class StoredFiles:
 
     def __init__(self, dataset: ShardedDataset, rows: _Rows) -> None:
         joined = {name for join in dataset.joins for name in join.names}
-        self._outputs = [one for one in dataset.outputs if one.name not in joined and _is_file(one)]
-        clips = (one for one in dataset.outputs if isinstance(one, ClipOutput))
-        self._sounds = {one.name: one.rule for one in clips if isinstance(one.rule, Audio)}
+        self._outputs = [item for item in dataset.outputs if item.name not in joined and _is_file(item)]
+        clips = (output for output in dataset.outputs if isinstance(output, ClipOutput))
+        self._sounds = {clip.name: clip.rule for clip in clips if isinstance(clip.rule, Audio)}
         self._files: dict[tuple[str, int], bytes] = {}
         self._too_large: dict[int, int] = {}
         """Bytes of the samples that are not read."""
@@ -67,10 +67,10 @@ class StoredFiles:
         source = dataset.source(is_awaited=True)
         names = [*dict.fromkeys(output.sources[0] for output in self._outputs)]
         with closing(source.reader):
-            for _, at, columns in read_rows(source, dataset.selection, samples, names):
+            for _, indices, columns in read_rows(source, dataset.selection, samples, names):
                 for name, column in columns.items():
                     assert isinstance(column, Spans), name
-                    for index, sample in enumerate(samples[at].tolist()):
+                    for index, sample in enumerate(samples[indices].tolist()):
                         if column.lengths[index] >= 0:
                             self._files[name, sample] = column.value(index).tobytes()
 
@@ -94,8 +94,8 @@ class StoredFiles:
         )
 
     def _of(self, sample: int) -> list[tuple[Output, bytes]]:
-        own = ((output, self._files.get((output.sources[0], sample))) for output in self._outputs)
-        return [(output, data) for output, data in own if data is not None]
+        pairs = ((output, self._files.get((output.sources[0], sample))) for output in self._outputs)
+        return [(output, data) for output, data in pairs if data is not None]
 
 
 def _is_file(output: Output) -> bool:
@@ -122,12 +122,12 @@ def _rate_of(data: bytes) -> int:
 
 def _whole(name: str, rule: Image, data: bytes, draws: Sequence[float], room: PageRoom) -> str:
     """A whole picture, made smaller, and a box around the part of it that was delivered."""
-    own = Image(max_pixels=rule.max_pixels, strict=rule.strict)
+    image = Image(max_pixels=rule.max_pixels, strict=rule.strict)
     try:
-        height, width = of_own_size(own, np.frombuffer(data, np.uint8)).height_width
+        height, width = of_own_size(image, np.frombuffer(data, np.uint8)).height_width
         scale = min(1.0, _SIDE / max(height, width))
         size = max(1, round(scale * height)), max(1, round(scale * width))
-        pixels = decode_image(replace(own, size=size, layout="HWC"), data)
+        pixels = decode_image(replace(image, size=size, layout="HWC"), data)
     except DataflowError as error:
         return f"<p class=odd>{text_of(name)}: {text_of(error)}</p>"
     numbers = np.array([draws])
@@ -139,5 +139,5 @@ def _whole(name: str, rule: Image, data: bytes, draws: Sequence[float], room: Pa
         f'<svg viewBox="0 0 {width} {height}" preserveAspectRatio="none"><rect x="{left}" y="{top}" '
         f'width="{box_width}" height="{box_height}" vector-effect="non-scaling-stroke"/></svg>'
     )
-    told = f"<p class=dim>{text_of(name)}: {part} of {height} x {width}</p>"
-    return f"{told}<div class=whole>{picture}{box if picture.startswith('<img') else ''}</div>"
+    caption = f"<p class=dim>{text_of(name)}: {part} of {height} x {width}</p>"
+    return f"{caption}<div class=whole>{picture}{box if picture.startswith('<img') else ''}</div>"

@@ -62,11 +62,11 @@ class PageRoom:
             )
         self.left -= len(data)
         address = f"data:{kind};base64,{base64.b64encode(data).decode()}"
-        told = f"<p class=dim>{text_of(note)}</p>" if note else ""
+        caption = f"<p class=dim>{text_of(note)}</p>" if note else ""
         tag = kind.partition("/")[0]
         if tag == "image":
-            return f'<img alt="" src="{address}">{told}'
-        return f'<{tag} controls preload="metadata" src="{address}"></{tag}>{told}'
+            return f'<img alt="" src="{address}">{caption}'
+        return f'<{tag} controls preload="metadata" src="{address}"></{tag}>{caption}'
 
 
 def text_of(value: object) -> str:
@@ -76,7 +76,7 @@ def text_of(value: object) -> str:
 
 def kind_of(data: bytes) -> str:
     """The kind of file that bytes begin as, such as "audio/wav"; "": none that is shown."""
-    return next((kind for mark, at, kind in _KINDS if data[at : at + len(mark)] == mark), "")
+    return next((kind for mark, offset, kind in _KINDS if data[offset : offset + len(mark)] == mark), "")
 
 
 def values_of(
@@ -113,8 +113,8 @@ def _value(value: Any, room: PageRoom, rate: int) -> str:
             return room.shown(value.tobytes(), kind)
         frames = [value] if value.ndim < 4 else [*value[:: -(-len(value) // MOST_FRAMES) or 1]]
         if frames and _pixels(frames[0]) is not None:
-            told = "" if value.ndim < 4 else f"<p class=dim>{len(frames)} of {len(value)} frames</p>"
-            return "".join(_picture(pixels, room) for pixels in map(_pixels, frames)) + told
+            caption = "" if value.ndim < 4 else f"<p class=dim>{len(frames)} of {len(value)} frames</p>"
+            return "".join(_picture(pixels, room) for pixels in map(_pixels, frames)) + caption
         flat = value.reshape(-1)
         more = f" ... {flat.size:,} in all" if flat.size > MOST_NUMBERS else ""
         kind = f"{value.dtype}{list(value.shape)}"
@@ -123,9 +123,9 @@ def _value(value: Any, room: PageRoom, rate: int) -> str:
         if kind := kind_of(value):
             return room.shown(value, kind)
         return f"<pre>{len(value):,} bytes {text_of(value[:64].hex(' '))}</pre>"
-    if isinstance(value, list) and value and all(isinstance(one, torch.Tensor | bytes) for one in value):
-        told = f"<p class=dim>{min(len(value), MOST_FRAMES)} of {len(value)} items</p>"
-        return "".join(_value(one, room, rate) for one in value[:MOST_FRAMES]) + told
+    if isinstance(value, list) and value and all(isinstance(item, torch.Tensor | bytes) for item in value):
+        caption = f"<p class=dim>{min(len(value), MOST_FRAMES)} of {len(value)} items</p>"
+        return "".join(_value(item, room, rate) for item in value[:MOST_FRAMES]) + caption
     return f"<pre>{text_of(value)}</pre>"
 
 
@@ -222,16 +222,16 @@ def _tokens(column: Any, row: int, mask: Any, decode: Callable[[Sequence[Any]], 
     values = column.tokens[row] if isinstance(column, PackedRows) else value_at(column, row)
     tokens = values.tolist()
     ids = column.segment_ids[row].tolist() if isinstance(column, PackedRows) else [1] * len(tokens)
-    trained = [True] * len(tokens) if mask is None else [bool(one) for one in value_at(mask, row).tolist()]
+    trained = [True] * len(tokens) if mask is None else [bool(flag) for flag in value_at(mask, row).tolist()]
     kinds = [(number, is_trained) for number, is_trained in zip(ids, trained, strict=True)]
     parts, begin = [], 0
-    for at in range(1, len(tokens) + 1):
-        if at == len(tokens) or kinds[at] != kinds[begin]:
+    for end in range(1, len(tokens) + 1):
+        if end == len(tokens) or kinds[end] != kinds[begin]:
             number, is_trained = kinds[begin]
-            some = tokens[begin : min(at, begin + MOST_NUMBERS)]
+            some = tokens[begin : min(end, begin + MOST_NUMBERS)]
             text = text_of(decode(some) if number else numbers_text(some))
             kind = f"{f'p{number % 2}' if number else 'p2'}{'' if is_trained else ' m'}"
             parts.append(f'<span class="{kind}">{text}</span>')
-            begin = at
+            begin = end
     share = f"<p class=dim>{sum(trained) / max(1, len(trained)):.0%} trained</p>" if mask is not None else ""
     return f"<pre>{' '.join(parts)}</pre>{share}"

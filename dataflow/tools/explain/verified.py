@@ -52,8 +52,8 @@ def verify(dataset: DatasetArguments, state: str, files: Sequence[str], json_pat
         show([str(report), *(f"step {step}, rank {rank}: {text}" for step, rank, text in report.left_out)])
     fields = report._asdict() | {
         "is_whole": report.is_whole,
-        "departures": [one._asdict() for one in report.departures],
-        "epochs": [one._asdict() for one in report.epochs],
+        "departures": [departure._asdict() for departure in report.departures],
+        "epochs": [epoch._asdict() for epoch in report.epochs],
     }
     save(Page("dataflow verify", fields), json_path)
     if not report.is_whole:
@@ -63,10 +63,10 @@ def verify(dataset: DatasetArguments, state: str, files: Sequence[str], json_pat
 def _paths(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    found = sorted(path.glob("*.json"))
-    if not found:
+    files = sorted(path.glob("*.json"))
+    if not files:
         raise ValueError(f"{path} has no file *.json: save json.dumps(loader.account()) there, one a rank")
-    return found
+    return files
 
 
 def _read(path: Path) -> object:

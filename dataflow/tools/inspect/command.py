@@ -226,8 +226,8 @@ def _draw(inspection: Inspection, figure: Any) -> None:
     sides = {"this plan": inspection.plan, "full shuffle": inspection.full}
     for column, (name, side) in enumerate(sides.items()):
         colour, stretch = _COLOURS[name], side.stretch
-        at = seeded_permutation(len(stretch.sample), 0)[:_DOTS]  # even steps would see some lanes only
-        positions, samples = stretch.position[at], stretch.sample[at]
+        rows = seeded_permutation(len(stretch.sample), 0)[:_DOTS]  # even steps would see some lanes only
+        positions, samples = stretch.position[rows], stretch.sample[rows]
         axes[0, column].plot(positions, samples, ".", markersize=1.5, color=colour)
         title = f"{name}: where each position's sample lies"
         axes[0, column].set(title=title, xlabel="position", ylabel="sample")

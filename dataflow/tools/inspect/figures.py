@@ -176,7 +176,7 @@ def _first_batch_bytes(
     of_node: dict[int, list[EpochPlan]] = {}
     for plan, node in zip(plans, nodes, strict=True):
         of_node.setdefault(node, []).append(plan)
-    return max(first_batch_bytes(own, table, located=located) for own in of_node.values())
+    return max(first_batch_bytes(node_plans, table, located=located) for node_plans in of_node.values())
 
 
 def _known(value: float) -> float | None:

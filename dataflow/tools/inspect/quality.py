@@ -62,11 +62,7 @@ class GlobalBatches:
 
 
 def stretch_of(
-    plans: Sequence[EpochPlan],
-    nodes: Sequence[int],
-    table: BlockTable,
-    *,
-    max_samples: int = MAX_SAMPLES,
+    plans: Sequence[EpochPlan], nodes: Sequence[int], table: BlockTable, *, max_samples: int = MAX_SAMPLES
 ) -> GlobalBatches:
     """The batches that the figures are taken from: the middle of the epoch, or all of it.
 

@@ -138,10 +138,10 @@ def open_bytes(stretch: GlobalBatches, reads: BlockRequests, node: int) -> NDArr
     last = np.zeros(len(numbers), np.int64)
     np.minimum.at(first, of_row, batch)
     np.maximum.at(last, of_row, batch)
-    own = reads.node == node
-    at = np.searchsorted(numbers, reads.window[own])
+    mask = reads.node == node
+    index = np.searchsorted(numbers, reads.window[mask])
     held = np.zeros(len(numbers), np.int64)
-    np.add.at(held, at, reads.held[own])
+    np.add.at(held, index, reads.held[mask])
     change = np.zeros(stretch.last_batch - stretch.first_batch + 1, np.int64)
     np.add.at(change, first, held)
     np.subtract.at(change, last + 1, held)
@@ -213,8 +213,8 @@ def hot_spot(labels: ArrayLike, ahead: int) -> PeakReads:
     label = label[by_label]
     # Reads of all labels on one axis, label after label, too far apart for runs of two labels to touch: how
     # many reads a run has that begins at a read is then one binary search, for all reads at once.
-    at = label * (num_reads + run) + by_label
-    most = np.searchsorted(at, at + run) - np.arange(num_reads)
+    position = label * (num_reads + run) + by_label
+    most = np.searchsorted(position, position + run) - np.arange(num_reads)
     share = np.bincount(label)[label] * (run / num_reads)
     worst = int(np.argmax(most - share))
     return PeakReads(int(label[worst]), int(most[worst]), float(share[worst]), run)

@@ -96,16 +96,16 @@ def index_source(
         raise ValueError("--transform and --lengths-of say which --lengths are measured: give that, too")
     if "columns" in dataset_options and transform is None:
         raise ValueError("--columns says what --transform is given: a catalog has all columns")
-    given = dict(dataset_options)
+    rest = dict(dataset_options)
     asked = SourceArguments(
-        **{name: given.pop(name) for name in SourceArguments.__struct_fields__ if name in given}
+        **{name: rest.pop(name) for name in SourceArguments.__struct_fields__ if name in rest}
     )
     with Retrier() as retrier:
-        places = Places(given.pop("storage_options", {}), retrier)
+        places = Places(rest.pop("storage_options", {}), retrier)
         listing = resolve(list(source), asked, places)
 
         def brought_up(listing: Listing) -> tuple[CatalogTarget, Catalog]:
-            target = _target(source, listing, asked, places, given, output, block_bytes)
+            target = _target(source, listing, asked, places, rest, output, block_bytes)
             return target, _brought_up(target, retrier, executor, checksum=checksum)
 
         try:
@@ -222,7 +222,7 @@ def _stale(catalog: Catalog, target: CatalogTarget, retrier: Retrier) -> Iterato
         checking(catalog.num_shards, pool.map) as shown_map,
     ):
         changed = changes(catalog, target.storage_options, shown_map, retry=retrier)
-    yield from (f"{file_name(one.url)}: {one.what}" for one in changed if one.url in new_urls)
+    yield from (f"{file_name(change.url)}: {change.what}" for change in changed if change.url in new_urls)
 
 
 def checksums_of(
@@ -243,7 +243,7 @@ def checksums_of(
             options = options_elsewhere(catalog.urls, options)
             tasks = ((_bare(catalog, numbers), options) for numbers in shared_out(range(num_blocks), _BLOCKS))
             results = opened.enter_context(closing(run_all(executor, _checksums_of_task, tasks)))
-            each = (one for part in in_order(results) for one in part)
+            each = (checksum for part in in_order(results) for checksum in part)
         return np.fromiter(bar.each(each), np.uint32, num_blocks)
 
 
@@ -264,8 +264,8 @@ def _checksums(blocks: Iterable[Block], options: Mapping[str, Any]) -> Iterator[
 
 def _checksums_of_task(task: tuple[list[Block], Mapping[str, Any]]) -> list[int]:
     """The CRC-32 of each block of a task, in a worker."""
-    with _checksums(*task) as found:
-        return list(found)
+    with _checksums(*task) as checksums:
+        return list(checksums)
 
 
 def _bare(catalog: Catalog, numbers: Iterable[int]) -> list[Block]:
@@ -295,8 +295,8 @@ def _parts(catalog: Catalog, path: str) -> Iterator[Part]:
             if name not in catalog.schema.conflicts
         ),
         *(
-            ("conflict", f"{without_secrets(file_name(one.shard))}: {without_secrets(one.reason)}")
-            for one in catalog.schema.conflicts.values()
+            ("conflict", f"{without_secrets(file_name(conflict.shard))}: {without_secrets(conflict.reason)}")
+            for conflict in catalog.schema.conflicts.values()
         ),
     ]
     yield Table((), [(name, text) for name, text in facts if text])

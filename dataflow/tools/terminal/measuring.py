@@ -36,10 +36,10 @@ def measure_samples(
 
     Raises `ValueError` where nothing would tell the lengths from others.
     """
-    made = named_function(name)
-    if measure_of(made) is None and not inspect.signature(made).parameters:
-        made = made()
-    dataset = made if isinstance(made, ShardedDataset) else ShardedDataset(path, transform=made, **options)
+    value = named_function(name)
+    if measure_of(value) is None and not inspect.signature(value).parameters:
+        value = value()
+    dataset = value if isinstance(value, ShardedDataset) else ShardedDataset(path, transform=value, **options)
     if (transform := dataset.transform) is None or dataset.catalog.fingerprint() != catalog.fingerprint():
         raise ValueError(f"--transform {name} makes a dataset of other shards, or without a transform")
     if not fingerprint_of(transform) or has_random_lengths(transform):

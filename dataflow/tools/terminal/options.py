@@ -128,8 +128,8 @@ def option(
     def declared(name: str) -> Callable[[Command], Command]:
         return click.option(*(flag or f"--{name.replace('_', '-')}").split(), name, **more)
 
-    given = {"default_factory" if callable(default) else "default": default}
-    return dataclasses.field(**given, metadata={"click": declared})
+    defaults = {"default_factory" if callable(default) else "default": default}
+    return dataclasses.field(**defaults, metadata={"click": declared})
 
 
 def argument(**more: Any) -> Any:
@@ -333,9 +333,9 @@ def _json_or_text(value: str) -> Any:
 
 
 def _columns(
-    _ctx: click.Context, _param: click.Parameter, given: tuple[str, ...]
+    _ctx: click.Context, _param: click.Parameter, texts: tuple[str, ...]
 ) -> list[str] | dict[str, str] | None:
-    names = [name for one in given for name in one.split(",")]
+    names = [name for text in texts for name in text.split(",")]
     if not any("=" in name for name in names):
         return names or None
     pairs = (name.partition("=") for name in names)

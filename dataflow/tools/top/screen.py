@@ -52,7 +52,7 @@ def cells_of(row: LoaderRow) -> tuple[str, ...]:
         rate = number_text(row.samples_per_s)
     elif row.batches_per_s is not None:
         rate = f"{number_text(row.batches_per_s)} batches"
-    busy = [share(one) for one in (row.read_busy, row.build_busy)]
+    busy = [share(value) for value in (row.read_busy, row.build_busy)]
     memory = f"{bytes_text(row.memory_bytes)} of {bytes_text(row.memory_limit)}" if row.memory_limit else "-"
     notes = [
         row.role if row.role != "train" else "",
@@ -83,29 +83,29 @@ def share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
-def title_of(one: TrainingView) -> str:
+def title_of(view: TrainingView) -> str:
     """Return which training it is, and its state, in a line."""
-    ranks = f"{one.ranks} of {one.world_size} ranks" if one.world_size > 1 else "1 rank"
-    hosts = ", ".join(one.hosts[:3]) + (f" and {len(one.hosts) - 3} more" if len(one.hosts) > 3 else "")
-    return printable_name(f"{one.program or 'a training'}: {ranks} on {hosts}, {one.state_text}")
+    ranks = f"{view.ranks} of {view.world_size} ranks" if view.world_size > 1 else "1 rank"
+    hosts = ", ".join(view.hosts[:3]) + (f" and {len(view.hosts) - 3} more" if len(view.hosts) > 3 else "")
+    return printable_name(f"{view.program or 'a training'}: {ranks} on {hosts}, {view.state_text}")
 
 
-def answer_of(one: TrainingView) -> list[str]:
+def answer_of(view: TrainingView) -> list[str]:
     """Return what holds a training up, and what to do, as lines."""
-    if not one.verdict:
+    if not view.verdict:
         return ["what holds it up shows after two readings in which it takes batches", ""]
-    gain = f" ({gain_text(one.gain)})" if one.gain is not None else ""
-    return [printable_name(one.verdict), printable_name(f"next: {one.action}{gain}")]
+    gain = f" ({gain_text(view.gain)})" if view.gain is not None else ""
+    return [printable_name(view.verdict), printable_name(f"next: {view.action}{gain}")]
 
 
-def decision_cells(row: DecisionRow, at: float) -> tuple[str, str, str]:
+def decision_cells(row: DecisionRow, now: float) -> tuple[str, str, str]:
     """Return when, what of whom, and why, as text."""
     value = f"{row.value:,}" if isinstance(row.value, int) else str(row.value)
     if row.what == "in_flight_limit" and isinstance(row.value, int):
         value = bytes_text(row.value) if row.value else "none"
     ranks = f"rank {', '.join(map(str, row.ranks[:4]))}{', ...' * (len(row.ranks) > 4)}"
     what = f"{row.what.replace('_', ' ')} {value}: {row.of}, {ranks}"
-    return f"{duration_text(at - row.at)} ago", printable_name(what), printable_name(row.reason)
+    return f"{duration_text(now - row.at)} ago", printable_name(what), printable_name(row.reason)
 
 
 def screen_of(view: TopView, width: int) -> RenderableType:
@@ -116,19 +116,19 @@ def screen_of(view: TopView, width: int) -> RenderableType:
 def _parts(view: TopView, width: int) -> Iterator[RenderableType]:
     if view.fault:
         yield Text(f"{view.fault}; what follows is older", "red")
-    for one in view.trainings:
-        yield Text(title_of(one), "bold")
-        verdict, action = answer_of(one)
-        where = f"bottleneck: {one.where}; " if one.where else ""
-        style = "bold green" if one.where == "training" else "bold yellow" if one.where else "dim"
+    for training in view.trainings:
+        yield Text(title_of(training), "bold")
+        verdict, action = answer_of(training)
+        where = f"bottleneck: {training.where}; " if training.where else ""
+        style = "bold green" if training.where == "training" else "bold yellow" if training.where else "dim"
         yield Text(f"{where}{verdict}", style)
         yield from [Text(action)] if action else []
-        if one.shares:
-            parts = (f"{PART_NAMES.get(part, part)} {value:.0%}" for part, value in one.shares.items())
+        if training.shares:
+            parts = (f"{PART_NAMES.get(part, part)} {value:.0%}" for part, value in training.shares.items())
             yield Text(f"a step's time: {', '.join(parts)}", "dim")
-        yield _table(one.loaders, width)
-        if one.decisions:
-            yield _decision_table(one.decisions, view.at)
+        yield _table(training.loaders, width)
+        if training.decisions:
+            yield _decision_table(training.decisions, view.at)
         yield Text("")
     yield from (Text(printable_name(note), "dim") for note in view.notes)
     yield Text(time.strftime("%H:%M:%S", time.localtime(view.at)), "dim")
@@ -156,11 +156,11 @@ def _table(rows: Sequence[LoaderRow], width: int) -> Table:
     return table
 
 
-def _decision_table(rows: Sequence[DecisionRow], at: float) -> Table:
+def _decision_table(rows: Sequence[DecisionRow], now: float) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(justify="right", style="dim", no_wrap=True)
     table.add_column()
     table.add_column(style="dim")
     for row in rows:
-        table.add_row(*map(Text, decision_cells(row, at)))
+        table.add_row(*map(Text, decision_cells(row, now)))
     return table

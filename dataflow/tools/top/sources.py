@@ -84,7 +84,7 @@ class MachinePages:
 
 def ended(reading: Reading) -> Iterator[str]:
     """Yield what is known of the training that was last there."""
-    last = max(reading.records, key=lambda one: one.written_at, default=None)
+    last = max(reading.records, key=lambda record: record.written_at, default=None)
     if last is not None:
         minutes = max(0.0, time.time() - last.written_at) / 60
         how = "ended" if last.state == "ended" else "died without a word"

@@ -61,12 +61,12 @@ class StatusHistory(NamedTuple):
         """The one from which the work of threads counts, told task by task; None: from the first on."""
         return self.records[0] if len(self.records) > _TASKS_OVER else None
 
-    def times_of(self, one: LoaderRecord) -> LoaderTimes:
+    def times_of(self, loader: LoaderRecord) -> LoaderTimes:
         """Return what a loader of the newest page says of itself, as `dataflow doctor` has it."""
-        grown, _ = growth(same_loader(self.since, one), one)
+        grown, _ = growth(same_loader(self.since, loader), loader)
         is_here, cores = self.now.boot_id == boot_id(), self.now.cores or 1.0
         try:
-            return times_of(one.kind, one.stats, grown, cores=cores, is_here=is_here)
+            return times_of(loader.kind, loader.stats, grown, cores=cores, is_here=is_here)
         except (AttributeError, TypeError, ValueError, LookupError):
             return LoaderTimes("other")  # figures that no loader of this version has
 
@@ -76,10 +76,10 @@ def key_of(record: TrainingRecord) -> Key:
     return record.host, record.pid, record.start_ticks
 
 
-def same_loader(record: TrainingRecord | None, one: LoaderRecord) -> LoaderRecord | None:
+def same_loader(record: TrainingRecord | None, loader: LoaderRecord) -> LoaderRecord | None:
     """Return what a page says of a loader; None: nothing."""
     others = record.loaders if record is not None else ()
-    return next((old for old in others if (old.role, old.name) == (one.role, one.name)), None)
+    return next((old for old in others if (old.role, old.name) == (loader.role, loader.name)), None)
 
 
 def numbers_in(stats: Mapping[str, Any]) -> dict[str, float]:
@@ -116,7 +116,7 @@ class RecentSteps:
         if not fresh or any(self._since.get(key) == pages.now.written_at for key, pages in fresh.items()):
             return
         self._since = {key: pages.now.written_at for key, pages in fresh.items()}
-        stepped = {key: found for key, pages in fresh.items() if (found := _steps_of(pages)) is not None}
+        stepped = {key: step for key, pages in fresh.items() if (step := _steps_of(pages)) is not None}
         if not stepped:
             return
         in_schedule = any(record.in_schedule for record in stepped.values())
@@ -126,14 +126,14 @@ class RecentSteps:
         self._ranks, self._records = list(stepped), list(stepped.values())
         row = tuple(times for record in self._records for times in record.windows)
         self._rows.append(row)
-        self.longest_s = max(one.total_s / one.microbatches for one in row)
+        self.longest_s = max(times.total_s / times.microbatches for times in row)
 
     def answer(self) -> dict[str, Any]:
         """Return the fields of a `TrainingView` that tell what holds it up."""
         if not self._rows:
             return {"verdict": "", "where": "", "action": "", "gain": None, "shares": {}}
-        found = shares_of(self._rows)
-        diagnosis = diagnose(found, self._records)
+        shares = shares_of(self._rows)
+        diagnosis = diagnose(shares, self._records)
         in_schedule = self._records[0].in_schedule
         parts: Sequence[Part] = PARTS if in_schedule else ("data", "compute")
         gain = diagnosis.gain if diagnosis.gain is not None and math.isfinite(diagnosis.gain) else None
@@ -142,30 +142,30 @@ class RecentSteps:
             "where": diagnosis.where,
             "action": diagnosis.action,
             "gain": gain,
-            "shares": {part: found.share(part) for part in parts},
+            "shares": {part: shares.share(part) for part in parts},
         }
 
 
 def _steps_of(pages: StatusHistory) -> StepRecord | None:
     """Return the record of a rank between its last two pages, as one step; None where none has ended."""
     assert pages.last is not None
-    old_schedules = {one.loader: one for one in pages.last.schedules}
+    old_schedules = {record.loader: record for record in pages.last.schedules}
     for schedule in pages.now.schedules:
         before = old_schedules.get(schedule.loader)
         if before is not None and schedule.windows > before.windows:
-            own = next((one for one in pages.now.loaders if one.name == schedule.loader), None)
-            return _record(pages, own, _schedule_steps(before, schedule), schedule)
+            match = next((record for record in pages.now.loaders if record.name == schedule.loader), None)
+            return _record(pages, match, _schedule_steps(before, schedule), schedule)
     measured = []
-    for one in pages.now.loaders:
-        grown, elapsed_s = growth(same_loader(pages.last, one), one)
+    for loader in pages.now.loaders:
+        grown, elapsed_s = growth(same_loader(pages.last, loader), loader)
         if elapsed_s is not None and (batches := int(grown.get("batches", 0))):
             waited_s = min(elapsed_s, grown.get("starved_s", 0.0))
-            measured.append((one.role == "train", batches, elapsed_s, waited_s, one))
+            measured.append((loader.role == "train", batches, elapsed_s, waited_s, loader))
     if not measured:
         return None
-    _, batches, elapsed_s, waited_s, one = max(measured, key=lambda found: found[:2])
+    _, batches, elapsed_s, waited_s, loader = max(measured, key=lambda row: row[:2])
     steps = StepTimes(window=1, microbatches=batches, data_s=waited_s, compute_s=elapsed_s - waited_s)
-    return _record(pages, one, steps)
+    return _record(pages, loader, steps)
 
 
 def _schedule_steps(before: ScheduleRecord, now: ScheduleRecord) -> StepTimes:

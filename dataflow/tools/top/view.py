@@ -132,7 +132,7 @@ class TopView:
     @property
     def runs(self) -> bool:
         """Return whether a training runs."""
-        return any(not one.is_over for one in self.trainings)
+        return any(not training.is_over for training in self.trainings)
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures as JSON values."""
@@ -174,7 +174,7 @@ class Follower:
     @property
     def has_rates(self) -> bool:
         """Return whether there are two pages of each process of the trainings that take batches."""
-        running = {one.job for one in self._view.trainings if one.state == "running"}
+        running = {training.job for training in self._view.trainings if training.state == "running"}
         alive = [pages for pages in self._pages.values() if pages.now.is_alive and pages.now.job in running]
         return all(len(pages.records) > 1 for pages in alive)
 
@@ -186,9 +186,9 @@ class Follower:
         self.reading = reading = self._source.read()
         if reading.fault:
             return replace(self._view, at=self._wall(), fault=reading.fault)
-        alive = {one.job for one in reading.records if one.is_alive}
-        wanted = [one for one in reading.records if one.job in alive or key_of(one) in self._pages]
-        self._pages = {key_of(one): self._with_newest(one) for one in wanted}
+        alive = {page.job for page in reading.records if page.is_alive}
+        records = [page for page in reading.records if page.job in alive or key_of(page) in self._pages]
+        self._pages = {key_of(page): self._with_newest(page) for page in records}
         jobs: dict[str, list[StatusHistory]] = {}
         for pages in self._pages.values():
             jobs.setdefault(pages.now.job, []).append(pages)
@@ -196,7 +196,7 @@ class Follower:
         views = [self._training(job, processes) for job, processes in jobs.items()]
         return TopView(
             at=self._wall(),
-            trainings=tuple(sorted(views, key=lambda one: (one.is_over, not one.verdict, one.began_at))),
+            trainings=tuple(sorted(views, key=lambda view: (view.is_over, not view.verdict, view.began_at))),
             notes=tuple(reading.notes),
         )
 
@@ -223,8 +223,8 @@ class Follower:
             state=state,
             state_text=text,
             began_at=first.began_at,
-            samples_per_s=_sum(one.samples_per_s for one in rows if one.role == "train"),
-            batches_per_s=_sum(one.batches_per_s for one in rows if one.role == "train"),
+            samples_per_s=_sum(row.samples_per_s for row in rows if row.role == "train"),
+            batches_per_s=_sum(row.batches_per_s for row in rows if row.role == "train"),
             **self._steps[job].answer(),
             loaders=rows,
             decisions=tuple(_decisions(processes)),
@@ -232,17 +232,17 @@ class Follower:
 
     def _state(self, processes: Sequence[StatusHistory]) -> tuple[str, str]:
         gone = [pages.now for pages in processes if not pages.now.is_alive]
-        died = [one for one in gone if one.state == "died"]
+        died = [record for record in gone if record.state == "died"]
         if len(gone) == len(processes):
-            last = max(gone, key=lambda one: one.written_at)
+            last = max(gone, key=lambda record: record.written_at)
             state = "died" if died else "ended"
-            error = next((one.error for one in gone if one.error), "")
+            error = next((record.error for record in gone if record.error), "")
             how = "died without a word (was it killed?)" if died else "ended"
             how += f" with {error}," if error else ""
             ago = duration_text(self._wall() - last.written_at)
             return state, f"{how} {ago} ago; these are its last figures"
         if gone:
-            ranks = ", ".join(str(one.rank) for one in gone)
+            ranks = ", ".join(str(record.rank) for record in gone)
             how = "died" if died else "ended"
             return "running", f"running, but rank {ranks} {how}"
         quiet_s = min(self._now() - pages.seen_s for pages in processes)
@@ -255,7 +255,7 @@ class Follower:
 
 
 def _sum(rates: Iterable[float | None]) -> float | None:
-    known = [one for one in rates if one is not None]
+    known = [rate for rate in rates if rate is not None]
     return sum(known) if known else None
 
 
@@ -272,9 +272,9 @@ def duration_text(seconds: float) -> str:
 
 def loader_rows(pages: StatusHistory) -> Iterator[LoaderRow]:
     """Yield the loaders of a process that have begun, those that run first."""
-    loaders = [one for one in pages.now.loaders if one.began_at and one.state != "closed"]
-    for one in sorted(loaders, key=lambda one: (one.state != "running", one.role, one.name)):
-        yield _row(pages.now.host, same_loader(pages.before, one), one, pages.times_of(one))
+    loaders = [loader for loader in pages.now.loaders if loader.began_at and loader.state != "closed"]
+    for loader in sorted(loaders, key=lambda record: (record.state != "running", record.role, record.name)):
+        yield _row(pages.now.host, same_loader(pages.before, loader), loader, pages.times_of(loader))
 
 
 def _row(host: str, before: LoaderRecord | None, now: LoaderRecord, times: LoaderTimes) -> LoaderRow:
@@ -324,19 +324,19 @@ def _row(host: str, before: LoaderRecord | None, now: LoaderRecord, times: Loade
 
 def _decisions(processes: Sequence[StatusHistory]) -> Iterator[DecisionRow]:
     """Yield the last decisions, the newest first, those that ranks have in common once."""
-    found: dict[tuple[str, str, str, str], tuple[StatusDecision, list[int]]] = {}
+    decisions: dict[tuple[str, str, str, str], tuple[StatusDecision, list[int]]] = {}
     for pages in processes:
-        said = [(one.name, each) for one in pages.now.loaders for each in one.decisions]
+        said = [(loader.name, each) for loader in pages.now.loaders for each in loader.decisions]
         said += [
-            (f"schedule of {one.loader}".removesuffix(" of "), each)
-            for one in pages.now.schedules
-            for each in one.decisions
+            (f"schedule of {schedule.loader}".removesuffix(" of "), each)
+            for schedule in pages.now.schedules
+            for each in schedule.decisions
         ]
         for of, each in said:
             key = (of, each.what, str(each.value), each.reason)
-            latest, ranks = found.get(key, (each, []))
-            found[key] = max(latest, each, key=lambda one: one.at), [*ranks, pages.now.rank]
-    rows = sorted(found.items(), key=lambda item: item[1][0].at, reverse=True)
+            latest, ranks = decisions.get(key, (each, []))
+            decisions[key] = max(latest, each, key=lambda decision: decision.at), [*ranks, pages.now.rank]
+    rows = sorted(decisions.items(), key=lambda item: item[1][0].at, reverse=True)
     for (of, what, _, reason), (latest, ranks) in rows[:_DECISIONS]:
         value = latest.value if isinstance(latest.value, (int, float, str)) else str(latest.value)
         by = tuple(dict.fromkeys(ranks))

@@ -18,14 +18,7 @@ import click
 from dataflow.tables import number_text
 from dataflow.telemetry.serving.http import JSON, TEXT, Answer, HttpServer
 from dataflow.tools.top.page import PAGE, POLICY
-from dataflow.tools.top.screen import (
-    HEADINGS,
-    PART_NAMES,
-    answer_of,
-    cells_of,
-    decision_cells,
-    title_of,
-)
+from dataflow.tools.top.screen import HEADINGS, PART_NAMES, answer_of, cells_of, decision_cells, title_of
 from dataflow.tools.top.view import Follower, TopView, TrainingView
 from sharding.errors import DataflowError
 
@@ -45,30 +38,30 @@ def payload_of(view: TopView, nothing: str = "") -> dict[str, Any]:
         "at": time.strftime("%H:%M:%S", time.localtime(view.at)),
         "fault": view.fault or ("" if view.runs else nothing),
         "notes": " ".join(view.notes),
-        "trainings": [_training(one, view.at) for one in view.trainings],
+        "trainings": [_training(training, view.at) for training in view.trainings],
     }
 
 
-def _training(one: TrainingView, at: float) -> dict[str, Any]:
-    rate = one.batches_per_s if one.samples_per_s is None else one.samples_per_s
-    unit = "batches/s" if one.samples_per_s is None and rate is not None else "samples/s"
+def _training(view: TrainingView, now: float) -> dict[str, Any]:
+    rate = view.batches_per_s if view.samples_per_s is None else view.samples_per_s
+    unit = "batches/s" if view.samples_per_s is None and rate is not None else "samples/s"
     shown = "-" if rate is None else number_text(rate)
     return {
-        "job": one.job,
-        "title": title_of(one),
-        "is_over": one.is_over,
-        "where": one.where and f"bottleneck: {one.where}",
-        "answer": answer_of(one),
+        "job": view.job,
+        "title": title_of(view),
+        "is_over": view.is_over,
+        "where": view.where and f"bottleneck: {view.where}",
+        "answer": answer_of(view),
         "parts": [
-            (part, f"{PART_NAMES.get(part, part)} {share:.0%}", share) for part, share in one.shares.items()
+            (part, f"{PART_NAMES.get(part, part)} {share:.0%}", share) for part, share in view.shares.items()
         ],
         "rate": rate,
         "rate_text": f"{shown} {unit} on all ranks that are seen, over the last two minutes",
         "headings": HEADINGS,
-        "rows": list(map(cells_of, one.loaders)),
+        "rows": list(map(cells_of, view.loaders)),
         "decisions": [
             f"{age}: {what} ({why})"
-            for age, what, why in (decision_cells(decision, at) for decision in one.decisions)
+            for age, what, why in (decision_cells(decision, now) for decision in view.decisions)
         ],
     }
 

@@ -29,8 +29,8 @@ def loader_verdict(figures: Mapping[str, Any]) -> ReportSummary:
     if short := _short(figures, "training"):
         return ReportSummary(text=f"Too short to tell what holds this training up: {short}.", advice=_LONGER)
     headspace, saved = figures["headspace"], figures["bottleneck"]
-    found = {name: saved[name] for name in ("bound", "predicted", "gains", "reason")}
-    diagnosis = diagnose(Bottleneck(**found, cores_used=figures["rates_samples_per_s"]["cores_used"]))
+    fields = {name: saved[name] for name in ("bound", "predicted", "gains", "reason")}
+    diagnosis = diagnose(Bottleneck(**fields, cores_used=figures["rates_samples_per_s"]["cores_used"]))
     gain = headspace["gain"]
     because = f"{diagnosis.verdict}{_from_memory(figures)}"
     if rounds_differ(gain, headspace["replayed"]["slowest"], headspace["live"]["usual"]):
@@ -42,36 +42,36 @@ def loader_verdict(figures: Mapping[str, Any]) -> ReportSummary:
 
 def _answer(figures: Mapping[str, Any]) -> ReportSummary:
     need, rates = figures["need"], figures["rates_samples_per_s"]
-    wanted, rate = need["samples_per_s"], rates["loader"]
-    answer, why, advice = _judged(figures, wanted)
-    asked = f"the {wanted:,.0f} that are needed"
+    target, rate = need["samples_per_s"], rates["loader"]
+    answer, why, advice = _judged(figures, target)
+    asked = f"the {target:,.0f} that are needed"
     if need["unit"] == "bytes":
         asked += f" ({bytes_text(need['bytes_per_s'])}/s, at {bytes_text(need['sample_bytes'])} a sample)"
     reached = f"loading alone reaches {rate:,.0f} samples/s {_setting(figures)}"
-    fact = f"{reached}, {number_text(rate / wanted)} times {asked}"
+    fact = f"{reached}, {number_text(rate / target)} times {asked}"
     text = {
         "yes": f"Yes, loading is fast enough: {fact}{why}.",
         "no": f"No, loading is not fast enough: {fact}{why}.",
         "unknown": f"It cannot be said whether loading is fast enough: {fact}{why}.",
     }[answer]
-    if rates["compute"] < wanted / WORTH:
-        needed_ms = figures["asked"]["ranks"] * figures["asked"]["batch_size"] / wanted * 1e3
+    if rates["compute"] < target / WORTH:
+        needed_ms = figures["asked"]["ranks"] * figures["asked"]["batch_size"] / target * 1e3
         advice = (
             f"{advice[:-1]}; steps of {figures['asked']['compute_ms']:g} ms allow only "
             f"{rates['compute']:,.0f} samples/s, as the needed rate leaves {needed_ms:.3g} ms."
         )
-    return ReportSummary(text=text, advice=advice, answer=answer, margin=rate / wanted)
+    return ReportSummary(text=text, advice=advice, answer=answer, margin=rate / target)
 
 
-def _judged(figures: Mapping[str, Any], wanted: float) -> tuple[Answer, str, str]:
+def _judged(figures: Mapping[str, Any], target: float) -> tuple[Answer, str, str]:
     """The answer, why, and what to do."""
     rates = figures["rates_samples_per_s"]
-    if short := _short(figures, "loader", few=FEW if wanted < FAR * rates["loader"] else 0):
+    if short := _short(figures, "loader", few=FEW if target < FAR * rates["loader"] else 0):
         return "unknown", f", but {short}", _LONGER
     low, high = _range(figures)
-    if low < wanted <= high:
+    if low < target <= high:
         return "unknown", f", but quarters of the time gave from {low:,.0f} to {high:,.0f}", _LONGER
-    if rates["loader"] >= wanted:
+    if rates["loader"] >= target:
         memory, size = figures["machine"]["memory_bytes"], bytes_text(figures["stored_bytes"])
         if not (cached := _from_memory(figures)):
             return "yes", "", "Train with these defaults; dataflow doctor shows whether steps wait for data."
@@ -87,11 +87,11 @@ def _judged(figures: Mapping[str, Any], wanted: float) -> tuple[Answer, str, str
             "Measure after dropping the page cache: more data than memory is read from disk.",
         )
     named: dict[Bound, str] = {"storage": "reading the blocks", "decode": "decoding from memory"}
-    slow = [(name, bound) for bound, name in named.items() if rates[bound] < wanted]
+    slow = [(name, bound) for bound, name in named.items() if rates[bound] < target]
     if slow:
         parts = " and ".join(f"{name} alone reaches {rates[bound]:,.0f}" for name, bound in slow)
         return "no", f"; {parts}", _BOTH if len(slow) > 1 else cure_of(slow[0][1], rates["cores_used"])
-    if (rates["more_memory"] or 0) >= wanted:
+    if (rates["more_memory"] or 0) >= target:
         more = f"; with four times the memory limit it reaches {rates['more_memory']:,.0f}"
         return "no", more, cure_of("memory", None)
     alone = f"; reading alone reaches {rates['storage']:,.0f}, decoding from memory {rates['decode']:,.0f}"
@@ -109,7 +109,7 @@ def _setting(figures: Mapping[str, Any]) -> str:
 
 
 def _short(figures: Mapping[str, Any], phase: str, few: int = FEW) -> str:
-    count = min(one["steps"]["count"] for one in figures["phases"][phase])
+    count = min(rank["steps"]["count"] for rank in figures["phases"][phase])
     if figures["asked"]["seconds"] >= SHORT_S and count >= few:
         return ""
     return f"{figures['asked']['seconds']:g} s and {count:,} batches a rank were measured"
@@ -117,7 +117,7 @@ def _short(figures: Mapping[str, Any], phase: str, few: int = FEW) -> str:
 
 def _range(figures: Mapping[str, Any]) -> tuple[float, float]:
     """Samples a second of all ranks in the slowest and the fastest quarter of loading."""
-    quarters = [one["steps"]["steps_per_s_by_quarter"] for one in figures["phases"]["loader"]]
+    quarters = [rank["steps"]["steps_per_s_by_quarter"] for rank in figures["phases"]["loader"]]
     together = [sum(rates) * figures["asked"]["batch_size"] for rates in zip(*quarters, strict=True)]
     mean = figures["rates_samples_per_s"]["loader"]
     return min([*together, mean]), max([*together, mean])
@@ -126,8 +126,8 @@ def _range(figures: Mapping[str, Any]) -> tuple[float, float]:
 def _from_memory(figures: Mapping[str, Any]) -> str:
     """Return that the data came from this machine's memory, if it did and not from its disk; "" else."""
     ranks = figures["phases"]["loader"]
-    came = [one["device_bytes"] for one in ranks]
-    read_bytes = sum(one["read_bytes"] for one in ranks)
+    came = [rank["device_bytes"] for rank in ranks]
+    read_bytes = sum(rank["read_bytes"] for rank in ranks)
     if not figures["is_local"] or None in came or not read_bytes or sum(came) > _FROM_DISK * read_bytes:
         return ""
     return "; the data came from this machine's memory, not from its disk"
@@ -139,7 +139,7 @@ def _from_memory(figures: Mapping[str, Any]) -> str:
 def comparison_verdict(figures: Mapping[str, Any]) -> ReportSummary:
     """The verdict on the figures of `dataflow bench compare`."""
     ours, theirs = (
-        max((one for one in figures["contestants"] if one["whose"] == whose), key=_median)
+        max((loader for loader in figures["contestants"] if loader["whose"] == whose), key=_median)
         for whose in ("dataflow", "torch")
     )
     text = comparison_text(ours["name"], _median(ours), theirs["name"], _median(theirs))

@@ -96,13 +96,13 @@ def _of_reads(figures: Mapping[str, Any]) -> str:
 
 def _shuffle(asked: Mapping[str, Any]) -> str:
     """Return the shuffle as a program names it: only what was asked for."""
-    given = [
+    arguments = [
         f"{name}={asked[name]}" for name in ("window_blocks", "canonical_nodes") if asked[name] is not None
     ]
-    given += [f"exchange={asked['exchange']:g}"] * (asked["exchange"] != 1)
-    if asked["kind"] == "window" and not given:
+    arguments += [f"exchange={asked['exchange']:g}"] * (asked["exchange"] != 1)
+    if asked["kind"] == "window" and not arguments:
         return "shuffle=True"
-    return f"Shuffle({', '.join([repr(asked['kind']), *given])})"
+    return f"Shuffle({', '.join([repr(asked['kind']), *arguments])})"
 
 
 def plan_verdict(figures: Mapping[str, Any]) -> ReportSummary:

@@ -58,17 +58,17 @@ class _Rated:
         size = block_text(self.block_bytes)
         return f"{self.case['case']['pattern']} reads of {size}, {self.in_flight} in flight"
 
-    def is_short(self, wanted: float = 0.0) -> bool:
-        """Return whether too little was measured to say that the rate is, or is not, the wanted one."""
-        few = self.case["reads"] < FEW and wanted < FAR * self.rate
+    def is_short(self, target: float = 0.0) -> bool:
+        """Return whether too little was measured to say that the rate is, or is not, the target."""
+        few = self.case["reads"] < FEW and target < FAR * self.rate
         return bool(self.case["seconds"] < SHORT_S or few)
 
 
 def storage_verdict(figures: Mapping[str, Any]) -> ReportSummary:
     """The verdict on the figures of `dataflow bench storage`."""
-    rated = [_rated(one, figures["seconds_a_case"]) for one in figures["cases"]]
-    rated = [one for one in rated if one.case["case"]["pattern"] == "random"] or rated
-    best = max(rated, key=lambda one: one.rate)
+    rated = [_rated(case, figures["seconds_a_case"]) for case in figures["cases"]]
+    rated = [rating for rating in rated if rating.case["case"]["pattern"] == "random"] or rated
+    best = max(rated, key=lambda rating: rating.rate)
     if figures["need"] is not None:
         return _answer(figures, rated, best)
     if best.is_short():
@@ -87,22 +87,22 @@ def storage_verdict(figures: Mapping[str, Any]) -> ReportSummary:
         return ReportSummary(text=text, advice=_more_clients(figures))
     if _grows(best, rated):
         return ReportSummary(text=text, advice=_more_in_flight(best))
-    least = _simplest([one for one in rated if one.rate >= _ENOUGH * best.rate])
+    least = _simplest([rating for rating in rated if rating.rate >= _ENOUGH * best.rate])
     share = "" if least is best else f", which gives {least.rate / best.rate:.0%} of that"
     return ReportSummary(text=text, advice=_read_by(least, share, "--need RATE says whether it is enough"))
 
 
 def _answer(figures: Mapping[str, Any], rated: Sequence[_Rated], best: _Rated) -> ReportSummary:
     need = figures["need"]
-    wanted = need["bytes_per_s"]
-    clear = [one for one in rated if one.low >= wanted and not one.is_short()]
+    target = need["bytes_per_s"]
+    clear = [rating for rating in rated if rating.low >= target and not rating.is_short()]
     chosen = _simplest(clear) if clear else best
-    margin = chosen.rate / wanted
+    margin = chosen.rate / target
     fact = (
         f"{chosen.reads}, give {bytes_text(chosen.rate)}/s{_slowed(chosen)}, {number_text(margin)} times "
         f"{wanted_text(need)}"
     )
-    answer, why, advice = _judged(figures, rated, chosen, wanted)
+    answer, why, advice = _judged(figures, rated, chosen, target)
     text = {
         "yes": f"Yes, this store is fast enough: {fact}{why}.",
         "no": f"No, this store is not fast enough: {fact}{why}.",
@@ -112,15 +112,15 @@ def _answer(figures: Mapping[str, Any], rated: Sequence[_Rated], best: _Rated) -
 
 
 def _judged(
-    figures: Mapping[str, Any], rated: Sequence[_Rated], chosen: _Rated, wanted: float
+    figures: Mapping[str, Any], rated: Sequence[_Rated], chosen: _Rated, target: float
 ) -> tuple[Answer, str, str]:
     """The answer, why, and what to do."""
-    if chosen.is_short(wanted):
+    if chosen.is_short(target):
         return "unknown", _short(chosen), _LONGER
-    if chosen.low < wanted <= chosen.high:
+    if chosen.low < target <= chosen.high:
         between = f"quarters of the time gave from {bytes_text(chosen.low)}/s to {bytes_text(chosen.high)}/s"
         return "unknown", between, _LONGER
-    if chosen.rate >= wanted:
+    if chosen.rate >= target:
         if from_memory := _from_memory(figures, chosen):
             return "unknown", from_memory, _around(figures)
         only = "; nothing but sequential reads was measured" * (chosen.case["case"]["pattern"] != "random")
@@ -162,48 +162,46 @@ def block_text(nbytes: int) -> str:
 
 def _simplest(rated: Sequence[_Rated]) -> _Rated:
     """Return the case of fewest reads in flight; of these, the fastest."""
-    return min(rated, key=lambda one: (one.in_flight, -one.rate))
+    return min(rated, key=lambda rating: (rating.in_flight, -rating.rate))
 
 
 def _grows(chosen: _Rated, rated: Sequence[_Rated]) -> bool:
     """Return whether more reads in flight than were tried may give more, as the most gave more than fewer."""
     others = [
-        one
-        for one in rated
-        if one.block_bytes == chosen.block_bytes
-        and one.case["case"]["pattern"] == chosen.case["case"]["pattern"]
+        rating
+        for rating in rated
+        if rating.block_bytes == chosen.block_bytes
+        and rating.case["case"]["pattern"] == chosen.case["case"]["pattern"]
     ]
-    fewer = [one.rate for one in others if one.in_flight < chosen.in_flight]
-    most = max(one.in_flight for one in others)
+    fewer = [rating.rate for rating in others if rating.in_flight < chosen.in_flight]
+    most = max(rating.in_flight for rating in others)
     return chosen.in_flight == most and chosen.rate > _GROWS * max(fewer, default=0.0)
 
 
-def _from_memory(figures: Mapping[str, Any], one: _Rated) -> str:
+def _from_memory(figures: Mapping[str, Any], rating: _Rated) -> str:
     """Why the store is not what was measured; "" if it is. Of a remote store nobody can know."""
-    label = one.case["label"]
+    label = rating.case["label"]
     if figures["read"] == "store" or label["word"] == "cold":
         return ""
     answered = "answered" if label["word"] == "warm" else "may have answered"
     return f"the page cache of this machine {answered} ({label['reason']})"
 
 
-def _again(figures: Mapping[str, Any], one: _Rated) -> str:
+def _again(figures: Mapping[str, Any], rating: _Rated) -> str:
     """Return that a remote store was asked for the same again, if it was."""
-    if figures["read"] != "store" or one.case["passes"] < _OFTEN:
+    if figures["read"] != "store" or rating.case["passes"] < _OFTEN:
         return ""
-    return f"; the same data was read {one.case['passes']:.0f} times, which a store may answer from memory"
+    return f"; the same data was read {rating.case['passes']:.0f} times, which a store may answer from memory"
 
 
-def _slowed(one: _Rated) -> str:
-    return (
-        ""
-        if one.slowed_from is None
-        else f" at the end, after {bytes_text(one.slowed_from)}/s at the beginning"
-    )
+def _slowed(rating: _Rated) -> str:
+    if rating.slowed_from is None:
+        return ""
+    return f" at the end, after {bytes_text(rating.slowed_from)}/s at the beginning"
 
 
-def _short(one: _Rated) -> str:
-    return f"{one.case['seconds']:.2g} s and {one.case['reads']:,} reads were measured"
+def _short(rating: _Rated) -> str:
+    return f"{rating.case['seconds']:.2g} s and {rating.case['reads']:,} reads were measured"
 
 
 _LONGER = "Measure longer: --seconds 10, over more data if every block is read before."
@@ -218,9 +216,9 @@ def _around(figures: Mapping[str, Any]) -> str:
     return "Read around the page cache (--read direct, which needs fio), or add --evict."
 
 
-def _throttled(one: _Rated) -> str:
+def _throttled(rating: _Rated) -> str:
     return (
-        f"Have fewer than {one.in_flight} reads in flight, larger blocks, shards spread over prefixes, or "
+        f"Have fewer than {rating.in_flight} reads in flight, larger blocks, shards spread over prefixes, or "
         "the store's limit raised."
     )
 
@@ -233,24 +231,21 @@ def _more_clients(figures: Mapping[str, Any]) -> str:
     )
 
 
-def _more_in_flight(one: _Rated) -> str:
-    return (
-        f"Measure with more reads in flight: --in-flight {2 * one.in_flight} --in-flight {4 * one.in_flight}."
-    )
+def _more_in_flight(best: _Rated) -> str:
+    double = 2 * best.in_flight
+    return f"Measure with more reads in flight: --in-flight {double} --in-flight {2 * double}."
 
 
 def _faster(figures: Mapping[str, Any]) -> str:
-    cure = (
-        "a faster disk"
-        if figures["read"] != "store"
-        else "a nearer store, or a cache on local disks (cache=)"
-    )
+    cure = "a faster disk"
+    if figures["read"] == "store":
+        cure = "a nearer store, or a cache on local disks (cache=)"
     return f"Take {cure}, or store fewer bytes a sample (smaller images, compression)."
 
 
-def _read_by(one: _Rated, share: str, then: str) -> str:
-    size = block_text(one.block_bytes)
+def _read_by(best: _Rated, share: str, then: str) -> str:
+    size = block_text(best.block_bytes)
     return (
-        f"Read blocks of {size} (dataflow index --block-bytes {size.replace(' ', '')}), {one.in_flight} in "
+        f"Read blocks of {size} (dataflow index --block-bytes {size.replace(' ', '')}), {best.in_flight} in "
         f"flight for all ranks together{share}; loaders adapt that number by themselves, and {then}."
     )
