@@ -70,11 +70,11 @@ PASS_ENDS = ""
 
 def differing_layers(ran: Sequence[Sequence[str]], ranks: tuple[int, ...]) -> DisagreementError | None:
     """An error with the layers that differ; None where they do not, or one rank is only ahead of another."""
-    at = next((at for at, each in enumerate(zip(*ran, strict=False)) if len(set(each)) > 1), None)
-    if at is None:
+    index = next((index for index, each in enumerate(zip(*ran, strict=False)) if len(set(each)) > 1), None)
+    if index is None:
         return None
-    before = list(ran[0][:at])
-    begin = at - [*reversed(before), PASS_ENDS].index(PASS_ENDS)
+    before = list(ran[0][:index])
+    begin = index - [*reversed(before), PASS_ENDS].index(PASS_ENDS)
     passes = [[*each[begin:], PASS_ENDS] for each in ran]
     microbatch = before.count(PASS_ENDS) + 1
     return _mixed(
