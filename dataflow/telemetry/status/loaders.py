@@ -86,7 +86,7 @@ class LoaderStatus:
         trains: bool,
     ) -> None:
         self.page, self.is_named = page, is_named
-        self._wanted, self._role, self._trains = name, role, trains
+        self._given_name, self._role, self._trains = name, role, trains
         self.name = ""
         """Its name, which no other loader of this role on the page has; "": not decided yet."""
         self.role: Role = role or "train"
@@ -95,7 +95,7 @@ class LoaderStatus:
         """The figures of the loop that had the last batch, or was begun last."""
         self._began_at = 0.0
         self._decisions = DecisionLog()
-        self._told: dict[str, Any] = {}
+        self._fields: dict[str, Any] = {}
         """The fields of the last record that the owner knew."""
         self._offset: dict[str, float] = {}
         if owner.has_counts:  # those of the loader that it is a copy of
@@ -112,13 +112,13 @@ class LoaderStatus:
     @property
     def totals(self) -> dict[str, float]:
         """Return the counts as last seen, with those of the trainings before this one."""
-        return totals_of(counts_of(self._told.get("stats", {})), self._offset)
+        return totals_of(counts_of(self._fields.get("stats", {})), self._offset)
 
     def wanted_name(self) -> str:
         """Decide its role, and return the name that it should have; "": its loader is gone."""
         if (owner := self._owner()) is None:
             return ""
-        name = self._wanted or name_of(owner.dataset)
+        name = self._given_name or name_of(owner.dataset)
         self.role = self._role or role_of(name, trains=self._trains)
         return name
 
@@ -128,10 +128,10 @@ class LoaderStatus:
 
     def continue_counts(self, former: Sequence[TrainingRecord]) -> None:
         """Count on from the first of those that was this loader before: one name, role and rank."""
-        if not self._told:
+        if not self._fields:
             return
         self.is_continued = True
-        key = (self.name, self.role, self._told["rank"], self._told["node"])
+        key = (self.name, self.role, self._fields["rank"], self._fields["node"])
         loaders = (item for record in former for item in record.loaders)
         match = next((item for item in loaders if (item.name, item.role, item.rank, item.node) == key), None)
         if match is not None:
@@ -170,12 +170,12 @@ class LoaderStatus:
             wall: seconds since 1970.
             clock: the time of `time.monotonic`, now.
         """
-        if not self._told:
+        if not self._fields:
             return None
         newest = self.newest
         last, began = newest.last_batch, newest.began
         return LoaderRecord(
-            **self._told,
+            **self._fields,
             name=self.name,
             role=self.role,
             state=newest.state if self.is_alive or newest.state == "failed" else "closed",
@@ -185,7 +185,7 @@ class LoaderStatus:
             loop_began_at=0.0 if began is None else wall - (clock - began),
             last_batch_at=0.0 if last is None else wall - (clock - last),
             offset=self._offset,
-            decisions=self._decisions.look(self._told["stats"], wall),
+            decisions=self._decisions.look(self._fields["stats"], wall),
             error=newest.error,
         )
 
@@ -201,7 +201,7 @@ class LoaderStatus:
             return
         if "skipped" in figures:
             figures["skipped"] = figures["skipped"][-_SKIPPED_SHOWN:]
-        self._told = dict(zip(("rank", "world_size", "local_rank", "node"), ranks, strict=True)) | {
+        self._fields = dict(zip(("rank", "world_size", "local_rank", "node"), ranks, strict=True)) | {
             "kind": type(stats).__name__,
             "stats": figures,
             "loop_length": length if length is not None and length < _ENDLESS else None,
