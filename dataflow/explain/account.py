@@ -74,12 +74,12 @@ class BatchSums:
         np.cumsum(sizes, out=buffer[0])
         spans = () if pieces is None else (pieces.begin, pieces.length)
         cuts = [np.require(cut, np.int64, "C") for cut in spans]
-        at = address_of(buffer)
-        of_all = (*(map(address_of, cuts) if cuts else (0, 0)), at, sum_key(epoch), at + 8 * num)
-        for rows, own, samples in parts:
-            own_at, first = (0, own.start) if isinstance(own, slice) else (address_of(own), 0)
+        base = address_of(buffer)
+        of_all = (*(map(address_of, cuts) if cuts else (0, 0)), base, sum_key(epoch), base + 8 * num)
+        for rows, targets, samples in parts:
+            targets_at, first = (0, targets.start) if isinstance(targets, slice) else (address_of(targets), 0)
             blocks = (0, 0, 0, 0) if samples is None else samples.table
-            table.append((address_of(rows), own_at, len(rows), first, *blocks, *of_all))
+            table.append((address_of(rows), targets_at, len(rows), first, *blocks, *of_all))
         kernels().sum_samples(np.array(table, np.uint64))
         both = buffer[1:].view(np.uint64).reshape(num, 2).T
         self.note(epoch, first_batch, np.vstack([sizes.astype(np.uint64), both]))
@@ -108,10 +108,10 @@ class BatchSums:
     def take_next(self) -> NDArray[np.uint64]:
         """Take the sum [3, 1] of the first batch that was noted, where numbers leave gaps."""
         with self._lock:
-            epoch, (begin, noted) = min(one for one in self._noted.items() if one[1][1][0].any())
-            at = int((noted[0] > 0).argmax()) + 1
-            self._noted[epoch] = begin + at, noted[:, at:]
-            return noted[:, at - 1 : at]
+            epoch, (begin, noted) = min(item for item in self._noted.items() if item[1][1][0].any())
+            end = int((noted[0] > 0).argmax()) + 1
+            self._noted[epoch] = begin + end, noted[:, end:]
+            return noted[:, end - 1 : end]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -189,8 +189,8 @@ class DeliveryAccount:
             del self.cuts[1:-1:2]
 
 
-def _added(one: BatchSum, other: BatchSum) -> BatchSum:
-    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
+def _added(total: BatchSum, other: BatchSum) -> BatchSum:
+    return total[0] + other[0], total[1] + other[1], total[2] + other[2]
 
 
 class AccountInterval(NamedTuple):
@@ -237,12 +237,12 @@ class Account(NamedTuple):
     @property
     def cuts(self) -> frozenset[int]:
         """The steps at which an interval begins or ends."""
-        return frozenset([self.first_step, *(one.end for one in self.intervals)])
+        return frozenset([self.first_step, *(interval.end for interval in self.intervals)])
 
     def to_json(self) -> dict[str, Any]:
         """JSON types; the two sums of an interval are 32 hexadecimal digits."""
-        rows = [[*one[:3], f"{one.high:016x}{one.low:016x}"] for one in self.intervals]
-        fields = {**self._asdict(), "intervals": rows, "left_out": [[*one] for one in self.left_out]}
+        rows = [[*interval[:3], f"{interval.high:016x}{interval.low:016x}"] for interval in self.intervals]
+        fields = {**self._asdict(), "intervals": rows, "left_out": [[*entry] for entry in self.left_out]}
         return {"version": VERSION, **fields, "repeated": [*self.repeated]}
 
     @classmethod
@@ -262,8 +262,8 @@ class Account(NamedTuple):
             _check(isinstance(fields["began_s"], int | float), "began_s")
             _check(fields["rank"] < fields["world_size"], "rank")
             intervals = tuple(_interval(row) for row in fields["intervals"])
-            ends = [fields["first_step"], *(one.end for one in intervals)]
-            begins = [*(one.begin for one in intervals), fields["num_steps"]]
+            ends = [fields["first_step"], *(interval.end for interval in intervals)]
+            begins = [*(interval.begin for interval in intervals), fields["num_steps"]]
             _check(ends == begins and ends == sorted({*ends}), "intervals")
             left_out = tuple((index(step), str(text)) for step, text in fields["left_out"])
             repeated = tuple(map(index, fields["repeated"]))
@@ -280,7 +280,7 @@ def _check(holds: bool, field: str) -> None:
 def _interval(row: Any) -> AccountInterval:
     begin, end, rows, digits = row
     _check(
-        all(type(one) is int and one >= 0 for one in (begin, end, rows)) and len(digits) == 32, "intervals"
+        all(type(num) is int and num >= 0 for num in (begin, end, rows)) and len(digits) == 32, "intervals"
     )
     return AccountInterval(begin, end, rows, int(digits[16:], 16), int(digits[:16], 16))
 
@@ -290,26 +290,26 @@ def account_of_loader(loader: DataLoader[Any, Any]) -> dict[str, Any]:
     from dataflow.explain.run import NO_HISTORY, stream_of  # not for each loader, as this module is
 
     stream = stream_of(loader)
-    own, state = stream.counters.account, stream.state_dict()
-    own.cut()
-    if not own.cuts:
+    account, state = stream.counters.account, stream.state_dict()
+    account.cut()
+    if not account.cuts:
         raise ValueError(NO_HISTORY.partition(":")[0])
     plan, intervals = stream.taken[0], list[AccountInterval]()
-    for (begin, *before), (end, *after) in pairwise(own.cuts):
+    for (begin, *before), (end, *after) in pairwise(account.cuts):
         rows, low, high = (later - sooner for sooner, later in zip(before, after, strict=True))
         intervals.append(AccountInterval(begin, end, rows, low & WORD, high & WORD))
     return Account(
-        own.run,
-        own.began_s,
+        account.run,
+        account.began_s,
         state["fingerprint"],
         plan.seed,
         plan.rank,
         plan.world_size,
-        own.cuts[0][0],
-        own.cuts[-1][0],
+        account.cuts[0][0],
+        account.cuts[-1][0],
         tuple(intervals),
-        tuple(own.left_out),
-        own.num_left_out,
-        tuple(own.repeated),
-        own.num_aside,
+        tuple(account.left_out),
+        account.num_left_out,
+        tuple(account.repeated),
+        account.num_aside,
     ).to_json()

@@ -71,20 +71,20 @@ def numbered_places(
     """
     if accumulate == 1:
         return [NumberedPlace(place.step, None, place) for place in run.places(steps)]
-    numbers, found = numbers_of(steps), list[_Windows]()
+    numbers, loops = numbers_of(steps), list[_Windows]()
     for windows in _windows(run, accumulate):
-        found.append(windows)
+        loops.append(windows)
         if windows.first + windows.num > max(numbers):
             break
-    count = found[-1].first + found[-1].num if found else 0
+    count = loops[-1].first + loops[-1].num if loops else 0
     if max(numbers) >= count:
         last = f"steps 0 to {count - 1:,} are" if count else "none is"
         raise IndexError(
             f"optimizer step {max(numbers):,} is not known: with accumulate={accumulate}, {last} complete"
         )
     if notes is not None:
-        notes |= dict.fromkeys(_notes_on(found, accumulate))
-    return [place for number in numbers for place in _places(found, number, accumulate)]
+        notes |= dict.fromkeys(_notes_on(loops, accumulate))
+    return [place for number in numbers for place in _places(loops, number, accumulate)]
 
 
 def num_optimizer_steps(run: ExplainedRun, accumulate: int) -> int:
@@ -145,19 +145,19 @@ def _parts(stretches: Sequence[StepRun]) -> Iterator[StepRun]:
             yield stretch._replace(first_step=first, epoch=stretch.epoch + number, num_epochs=1)
 
 
-def _places(found: Sequence[_Windows], number: int, accumulate: int) -> Iterator[NumberedPlace]:
+def _places(loops: Sequence[_Windows], number: int, accumulate: int) -> Iterator[NumberedPlace]:
     """Yield the places of the microbatches of one optimizer step."""
-    windows = found[bisect_right(found, number, key=lambda one: one.first) - 1]
+    windows = loops[bisect_right(loops, number, key=lambda loop: loop.first) - 1]
     begin = (number - windows.first) * accumulate
     for microbatch, batch in enumerate(range(begin, min(begin + accumulate, windows.taken))):
         step = windows.part.first_step + windows.batches.steps_after(batch + 1) - 1
         yield NumberedPlace(number, microbatch, windows.part.at(step))
 
 
-def _notes_on(found: Sequence[_Windows], accumulate: int) -> Iterator[str]:
-    if any(windows.num * accumulate > windows.taken for windows in found):
+def _notes_on(loops: Sequence[_Windows], accumulate: int) -> Iterator[str]:
+    if any(windows.num * accumulate > windows.taken for windows in loops):
         yield _SHORT
-    for earlier, later in pairwise(windows.part for windows in found):
+    for earlier, later in pairwise(windows.part for windows in loops):
         if earlier[3:5] != later[3:5]:
             yield (
                 f"from the loader's step {later.first_step:,} on a batch is {later.global_batch:,} on "

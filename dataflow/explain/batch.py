@@ -13,19 +13,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dataflow.explain.dealt import is_passed_over
-from dataflow.explain.run import run_of_loader
+from dataflow.explain.run import ExplainedRun, run_of_loader
 from dataflow.stream.loader import StreamLoader
 from sharding.plan.difference import TRANSFORMS, bounded, short_digest
-from sharding.plan.history import StepHistory
+from sharding.plan.history import StepHistory, StepPlace
 from sharding.topology.topology import Topology
 
 if TYPE_CHECKING:
     from dataflow.dataset import ShardedDataset
-    from dataflow.explain.run import ExplainedRun
     from dataflow.loader import DataLoader
     from dataflow.mixture import Mixture
-    from sharding.plan.history import StepPlace
-
 
 _MOST_OF_A_NAME = 24
 

@@ -83,16 +83,16 @@ def _whole_batch(plan: StreamPlan, order: EpochOrder, place: StepPlace) -> Dealt
 
 def _of_rank(plan: StreamPlan, order: EpochOrder, place: StepPlace, rank: int) -> DealtRows | None:
     """Return what one rank took; None: nothing."""
-    own = rank_plan(plan, order, place, rank)
-    _check_known(own, place)
-    if not own.num_batches or own.batch_plan.steps_after(1) > 1:  # the first that is left is a later one
+    share = rank_plan(plan, order, place, rank)
+    _check_known(share, place)
+    if not share.num_batches or share.batch_plan.steps_after(1) > 1:  # the first that is left is a later one
         return None
-    repeats = own.repeats(0, 1)
-    if not isinstance(own, UnitPlan):
-        positions, _ = own.positions(0, 1)
+    repeats = share.repeats(0, 1)
+    if not isinstance(share, UnitPlan):
+        positions, _ = share.positions(0, 1)
         row = np.arange(len(positions))
         return DealtRows(positions, np.full(len(row), rank), row, *_whole(len(row)), repeats)
-    batch = own.batches(0, 1)
+    batch = share.batches(0, 1)
     segments = batch.segments
     row = np.repeat(np.arange(len(batch.segments_of_row)), batch.segments_of_row)
     repeated = np.repeat(repeats, batch.segments_of_row)

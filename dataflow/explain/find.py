@@ -113,14 +113,14 @@ def find_of_loader(loader: DataLoader[Any, Any], samples: Any, on: str) -> pa.Ta
 
 def without(dataset: ShardedDataset[Any], samples: Any, on: str) -> ShardedDataset[Any]:
     """The entry of `ShardedDataset.without`: a view. Warns of keys that no sample has."""
-    found = chosen(dataset, samples, on)
-    if found.missing:
+    matches = chosen(dataset, samples, on)
+    if matches.missing:
         warnings.warn(
-            f"{len(found.missing):,} keys are those of no sample here: {listed(found.missing[:5])}",
+            f"{len(matches.missing):,} keys are those of no sample here: {listed(matches.missing[:5])}",
             stacklevel=3,
         )
     is_kept = np.ones(len(dataset), bool)
-    is_kept[found.sample] = False
+    is_kept[matches.sample] = False
     return dataset.subset(is_kept)
 
 
@@ -129,27 +129,27 @@ def chosen(dataset: ShardedDataset | Mixture, samples: Any, on: str = "__key__")
     sources = dataset.sources
     if isinstance(samples, pc.Expression):
         # A view's samples by their places in the dataset.
-        kept = [
+        hits = [
             places_in_selection(source.selection, *view.locate(np.arange(len(view))))
             for source in sources
             for view in [source.filter(samples).selection]
         ]
-        number = np.repeat(np.arange(len(kept)), [len(one) for one in kept])
-        return FoundKeys(number, np.concatenate(kept), [""] * len(number), [])
+        number = np.repeat(np.arange(len(hits)), [len(hit) for hit in hits])
+        return FoundKeys(number, np.concatenate(hits), [""] * len(number), [])
     if isinstance(samples, np.ndarray) and samples.dtype.kind in "iu":
         ends = np.cumsum([len(source) for source in sources])
         if samples.size and not 0 <= int(samples.min()) <= int(samples.max()) < ends[-1]:
             raise ValueError(f"numbers of samples must be in [0, {ends[-1]:,})")
         number = np.searchsorted(ends, samples, side="right")
         return FoundKeys(number, samples - np.append(0, ends)[number], [""] * len(number), [])
-    wanted = _keys(samples)
-    found = [_with_keys(source, wanted, on) for source in sources]
-    number = np.repeat(np.arange(len(found)), [len(places) for places, _ in found])
-    places = np.concatenate([places for places, _ in found])
-    which = np.concatenate([which for _, which in found]).tolist()
-    texts = [_text(key) for key in wanted.to_pylist()]
-    missing = [text for at, text in enumerate(texts) if at not in {*which}]
-    return FoundKeys(number, places, [texts[at] for at in which], missing)
+    keys = _keys(samples)
+    matches = [_with_keys(source, keys, on) for source in sources]
+    number = np.repeat(np.arange(len(matches)), [len(places) for places, _ in matches])
+    places = np.concatenate([places for places, _ in matches])
+    which = np.concatenate([which for _, which in matches]).tolist()
+    texts = [_text(key) for key in keys.to_pylist()]
+    missing = [text for index, text in enumerate(texts) if index not in {*which}]
+    return FoundKeys(number, places, [texts[index] for index in which], missing)
 
 
 def _keys(samples: Any) -> pa.Array:
@@ -163,14 +163,14 @@ def _keys(samples: Any) -> pa.Array:
         raise ValueError(f"keys must be all text, all bytes or all integers: {error}") from None
 
 
-def _with_keys(source: ShardedDataset, wanted: pa.Array, on: str) -> tuple[Ints, Ints]:
+def _with_keys(source: ShardedDataset, targets: pa.Array, on: str) -> tuple[Ints, Ints]:
     """The samples of a source that have one of the keys, and which."""
     side = JoinSide(source.source(), source.selection, on)
     with closing(side.source.reader):
-        keys = side.keys() if len(source) else wanted[:0]
-    if keys.type != wanted.type:
-        raise ValueError(f"column {on!r} holds {keys.type}, and the keys are {wanted.type}")
-    which = pc.index_in(keys, wanted).fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+        keys = side.keys() if len(source) else targets[:0]
+    if keys.type != targets.type:
+        raise ValueError(f"column {on!r} holds {keys.type}, and the keys are {targets.type}")
+    which = pc.index_in(keys, targets).fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
     places = np.flatnonzero(which >= 0)
     return places, which[places]
 
@@ -186,9 +186,9 @@ def table_of_run(run: ExplainedRun, epoch: int, position: int, samples: Any, on:
     """The table of samples of a run that stands at a position; see `find`."""
     if run.history is None:
         raise ValueError(NO_HISTORY)
-    found, notes = chosen(run.dataset, samples, on), dict[str, None]()
+    matches, notes = chosen(run.dataset, samples, on), dict[str, None]()
     sizes = np.array([len(source) for source in run.dataset.sources])
-    numbers = (np.cumsum(sizes) - sizes)[found.source] + found.sample
+    numbers = (np.cumsum(sizes) - sizes)[matches.source] + matches.sample
     if run.history.known_from:
         notes[f"steps before {run.history.known_from:,} are not known"] = None
     if run.dataset.on_error != "raise":
@@ -205,12 +205,12 @@ def table_of_run(run: ExplainedRun, epoch: int, position: int, samples: Any, on:
                 seen[which].add(step)
     coming = _coming(run, epoch, position, numbers, notes)
     rows = [
-        (key, source, sample, sorted(seen[at]), *coming.get(at, (None, None, None)))
-        for at, (key, source, sample) in enumerate(
-            zip(found.key, found.source.tolist(), found.sample.tolist(), strict=True)
+        (key, source, sample, sorted(seen[index]), *coming.get(index, (None, None, None)))
+        for index, (key, source, sample) in enumerate(
+            zip(matches.key, matches.source.tolist(), matches.sample.tolist(), strict=True)
         )
     ]
-    rows += [(key, None, None, [], None, None, None) for key in found.missing]
+    rows += [(key, None, None, [], None, None, None) for key in matches.missing]
     columns = zip(*rows, strict=True) if rows else [[] for _ in _SCHEMA]
     table = pa.table([pa.array(column, f.type) for column, f in zip(columns, _SCHEMA, strict=True)], _SCHEMA)
     return table.replace_schema_metadata({NOTES: json.dumps([*notes])})
@@ -227,7 +227,7 @@ def _dealt(run: ExplainedRun, part: StepRun, num_items: int) -> BatchPlan:
         start=part.position,
         wraps=run.plan.planner is None,
     )
-    return passing(plan, [one for one in run.plan.passed if one.epoch == part.epoch])
+    return passing(plan, [piece for piece in run.plan.passed if piece.epoch == part.epoch])
 
 
 def _steps(
@@ -252,9 +252,9 @@ def _steps(
         if order.known_from:
             again = np.where(again < order.known_from, order.known_from + again, again)
         which, items, _ = _items(run, order, numbers, order.known_from, int(again.max()) + 1, notes)
-        for at, item in zip(which.tolist(), items.tolist(), strict=True):
+        for index, item in zip(which.tolist(), items.tolist(), strict=True):
             if item in again:
-                yield at, part.first_step + last, item
+                yield index, part.first_step + last, item
 
 
 def _items(
@@ -263,16 +263,16 @@ def _items(
     """The places of samples among what is dealt out of an epoch: index, item, and the number of all items."""
     planner, known_from, num_items = run.plan.planner, order.known_from, _num_items(run, order, begin)
     if planner is None:
-        found = *positions_of(order, numbers, begin, min(end, num_items)), num_items
+        places = *positions_of(order, numbers, begin, min(end, num_items)), num_items
     else:
         sequence = planner.sequence(order, begin)
         known_from = sequence.begin
         which, positions = positions_of(order, numbers)
-        at, units = units_of(sequence, positions)
-        found = which[at], units, num_items
+        index, units = units_of(sequence, positions)
+        places = which[index], units, num_items
     if begin < known_from:
         notes[f"epoch {order.epoch} is known from position {known_from:,} on only"] = None
-    return found
+    return places
 
 
 def _num_items(run: ExplainedRun, order: EpochOrder, begin: int) -> int:
@@ -289,21 +289,21 @@ def units_of(sequence: UnitSequence, positions: Ints) -> tuple[Ints, Ints]:
     Returns an index in `positions`, and a unit that has a part of the sample there, two int64 [m]: by index
     and then unit. A sample that is cut is in several units, one that nothing is delivered of in none.
     """
-    found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
-    for packing_window, at in windows_touched(np.searchsorted(sequence.bounds, positions, side="right") - 1):
+    pairs = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+    for packing_window, ids in windows_touched(np.searchsorted(sequence.bounds, positions, side="right") - 1):
         first, unit = (
             int(sequence.bounds[packing_window]),
             sequence.first_unit[packing_window : packing_window + 2],
         )
         if len(unit) < 2 or unit[0] == unit[1]:  # not known, or nothing is delivered of it
             continue
-        own, plan = np.arange(len(positions))[at], sequence.units(packing_window)
+        index, plan = np.arange(len(positions))[ids], sequence.units(packing_window)
         units = int(unit[0]) + np.repeat(np.arange(len(plan)), np.diff(plan.first))
         by_position = np.argsort(plan.segments.position, kind="stable")
-        kept = plan.segments.position[by_position]
-        begin, end = (np.searchsorted(kept, positions[at] - first, side=side) for side in ("left", "right"))
-        found.append((np.repeat(own, end - begin), units[by_position[ranges(begin, end - begin)]]))
-    which, units = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        keys = plan.segments.position[by_position]
+        begin, end = (np.searchsorted(keys, positions[ids] - first, side=side) for side in ("left", "right"))
+        pairs.append((np.repeat(index, end - begin), units[by_position[ranges(begin, end - begin)]]))
+    which, units = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
     once = np.unique(np.stack((which, units)), axis=1)
     return once[0], once[1]
 
@@ -329,8 +329,8 @@ def _coming(
         size, world_size, tail = group or (1, 1, "uneven")
         num_steps = -(-(end - start) // size) if plan.planner is None else 1 << 40
         part = StepRun(first_step, number, start, size, world_size, tail, 1, num_steps)
-        found = sorted((at, step, item) for at, step, item in _steps(run, part, numbers[left], notes))
-        for at, step, item in found:
-            coming.setdefault(int(left[at]), (step if group else None, number, item))
+        steps = sorted((index, step, item) for index, step, item in _steps(run, part, numbers[left], notes))
+        for index, step, item in steps:
+            coming.setdefault(int(left[index]), (step if group else None, number, item))
         first_step += _dealt(run, part, _num_items(run, order, start)).num_steps_global
     return coming

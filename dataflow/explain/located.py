@@ -51,14 +51,14 @@ def located(dataset: ShardedDataset, number: int, samples: Ints) -> LocatedSampl
     with closing(source.reader):
         first_number = replace(source, number=number).first_number
     offset, length = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
-    for block, at in _each_block(catalog, blocks):
-        offset[at], length[at] = _bytes_of(dataset, block, rows[at])
+    for block, index in _each_block(catalog, blocks):
+        offset[index], length[index] = _bytes_of(dataset, block, rows[index])
     shards, shard_row, in_shard = _places(catalog, blocks, rows)
     matches: list[list[tuple[str, int]]] = [[] for _ in rows]
     for join in dataset.joins:
         other, numbers = join.other.catalog, join.matches.of(stored)
-        own = blocks_of(other.blocks, numbers)
-        urls, other_rows, _ = _places(other, own, numbers - other.blocks.first_sample[own])
+        held = blocks_of(other.blocks, numbers)
+        urls, other_rows, _ = _places(other, held, numbers - other.blocks.first_sample[held])
         for match, url, row in zip(matches, urls, other_rows.tolist(), strict=True):
             match.append((url, row))
     return LocatedSamples(shards, shard_row, in_shard, rows, offset, length, first_number + stored, matches)
@@ -71,15 +71,15 @@ def _places(catalog: Catalog, blocks: Ints, rows: Ints) -> tuple[list[str], Ints
     used, which = np.unique(numbers, return_inverse=True)
     urls = [catalog.shard(number).url for number in used.tolist()]
     in_shard = table.first_sample[blocks] - table.first_sample[first] + rows
-    return [urls[at] for at in which.tolist()], in_shard, blocks - first
+    return [urls[index] for index in which.tolist()], in_shard, blocks - first
 
 
 def _each_block(catalog: Catalog, blocks: Ints) -> Iterator[tuple[Block, Ints]]:
     """Yield each block, and [k] which of the rows it holds."""
     order = np.argsort(blocks, kind="stable")
     numbers, first = np.unique(blocks[order], return_index=True)
-    for number, at in zip(numbers.tolist(), np.split(order, first[1:]), strict=False):
-        yield catalog.block(number), at
+    for number, index in zip(numbers.tolist(), np.split(order, first[1:]), strict=False):
+        yield catalog.block(number), index
 
 
 def _bytes_of(dataset: ShardedDataset, block: Block, rows: Ints) -> tuple[Ints | int, Ints | int]:
@@ -88,7 +88,7 @@ def _bytes_of(dataset: ShardedDataset, block: Block, rows: Ints) -> tuple[Ints |
     offsets = dataset.codec.sample_offsets(block, None) if spans else None
     if offsets is None:
         return block.offset, block.length
-    ends = [np.where(one.lengths >= 0, one.starts + one.lengths, 0)[rows] for one in spans]
+    ends = [np.where(span.lengths >= 0, span.starts + span.lengths, 0)[rows] for span in spans]
     end = block.offset + np.maximum.reduce(ends)
     return offsets[rows], np.maximum(0, end - offsets[rows])
 
@@ -104,10 +104,10 @@ def keys_of(dataset: ShardedDataset, samples: Ints) -> tuple[list[str | None], l
         for shard in np.unique(shards).tolist():
             inside = np.flatnonzero(shards == shard)
             try:
-                for _, at, columns in read_rows(source, dataset.selection, samples[inside], ["__key__"]):
+                for _, index, columns in read_rows(source, dataset.selection, samples[inside], ["__key__"]):
                     column = columns["__key__"]
                     assert isinstance(column, Spans)
-                    for position, which in enumerate(inside[at].tolist()):
+                    for position, which in enumerate(inside[index].tolist()):
                         text = column.value(position).tobytes()
                         keys[which] = text.decode("utf-8", "backslashreplace")
             except ShardError as error:
@@ -119,6 +119,6 @@ def draws_of(seed: int, epochs: Ints, numbers: Ints) -> NDArray[np.float64]:
     """The numbers that decoders draw for samples, float64 [n, DRAWS]."""
     draws = np.empty((len(numbers), DRAWS))
     for epoch in np.unique(epochs).tolist():
-        at = np.flatnonzero(epochs == epoch)
-        draws[at] = uniform(seed, epoch, numbers[at], DRAWS)
+        index = np.flatnonzero(epochs == epoch)
+        draws[index] = uniform(seed, epoch, numbers[index], DRAWS)
     return draws

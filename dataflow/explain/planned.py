@@ -52,7 +52,7 @@ def planned_items(run: ExplainedRun, begin: int, end: int) -> Iterator[PlannedIt
     assert run.history is not None
     while begin < end:
         place = run.history.find(begin)
-        stretch = next(one for one in run.history.stretches if one.first_step <= begin < one.end)
+        stretch = next(span for span in run.history.stretches if span.first_step <= begin < span.end)
         left = stretch.num_steps - (begin - stretch.first_step) % stretch.num_steps
         num_steps = min(left, end - begin)
         yield from _of_epoch(run, place, num_steps)
@@ -70,11 +70,11 @@ def _of_epoch(run: ExplainedRun, place: StepPlace, num_steps: int) -> Iterator[P
     if taken == num_steps:
         return
     for rank in range(place.world_size):
-        own = rank_plan(plan, order, place, rank)
-        dealt = own.batch_plan
+        share = rank_plan(plan, order, place, rank)
+        dealt = share.batch_plan
         within = range(dealt.num_batches + 1)
         last = bisect_right(within, num_steps, key=dealt.steps_after) - 1 if plan.passed else num_steps
-        yield from _of_plan(run, own, place, min(last, own.num_batches), taken)
+        yield from _of_plan(run, share, place, min(last, share.num_batches), taken)
 
 
 def _of_plan(

@@ -208,16 +208,16 @@ def _table(
     shard, key, number = [""] * num, list[str | None]([None] * num), np.zeros(num, np.int64)
     matches: list[Any] = [[]] * num
     for which in np.unique(source).tolist():
-        at = np.flatnonzero(source == which)
+        index = np.flatnonzero(source == which)
         dataset = run.dataset.sources[which]
-        found = located(dataset, which, sample[at])
+        sites = located(dataset, which, sample[index])
         for name, column in columns.items():
-            column[at] = getattr(found, name)
-        number[at] = found.draw_number
-        own_keys, failures = keys_of(dataset, sample[at]) if notes is not None else ([None] * len(at), [])
+            column[index] = getattr(sites, name)
+        number[index] = sites.draw_number
+        keys, failures = keys_of(dataset, sample[index]) if notes is not None else ([None] * len(index), [])
         if notes is not None:
             notes.update(dict.fromkeys(f"keys that could not be read: {failure}" for failure in failures))
-        for row, url, text, match in zip(at.tolist(), found.shard, own_keys, found.matches, strict=True):
+        for row, url, text, match in zip(index.tolist(), sites.shard, keys, sites.matches, strict=True):
             shard[row], key[row], matches[row] = url, text, match
     draws = draws_of(seed, draw_epoch, number)
     named = [[{"shard": url, "shard_row": row} for url, row in match] for match in matches]
@@ -260,7 +260,7 @@ def _samples(
     source = np.searchsorted(first, numbers, side="right") - 1
     windows, which = np.unique(order.locate(positions)[0], return_inverse=True)
     epochs = [order.source_window(window).epoch for window in windows.tolist()]
-    return source, numbers - first[source], np.array([own or 0 for own in epochs], np.int64)[which]
+    return source, numbers - first[source], np.array([number or 0 for number in epochs], np.int64)[which]
 
 
 def notes_of(table: pa.Table) -> Sequence[str]:

@@ -82,10 +82,10 @@ class ExplainedRun(NamedTuple):
                 f"the last {MOST_RANGES} ranges, from epoch {passed[0].epoch} on"
             )
         end = place.position + place.global_batch
-        own = [one for one in passed if one.epoch == place.epoch]
-        if not (own := [one for one in own if one.begin < end and place.position < one.end]):
+        pieces = [piece for piece in passed if piece.epoch == place.epoch]
+        if not (pieces := [piece for piece in pieces if piece.begin < end and place.position < piece.end]):
             return
-        ends = max(one.end_step for one in own)
+        ends = max(piece.end_step for piece in pieces)
         if history is None or place.step < 0 or ends > history.num_steps or _goes_back(history):
             raise ValueError(
                 f"whether position {place.position:,} of epoch {place.epoch} was passed over in that step, "
@@ -117,8 +117,8 @@ class ExplainedRun(NamedTuple):
         assert isinstance(mixture, Mixture)
         spec = replace(mixture.spec, begun=None)
         epochs = replace(plan, dataset=mixture.with_spec(spec)).token_epochs
-        given = spec.first(epoch).tolist() if epochs is None else epochs.first(epoch)
-        if [*given] != [*first]:
+        counts = spec.first(epoch).tolist() if epochs is None else epochs.first(epoch)
+        if [*counts] != [*first]:
             raise ValueError(
                 f"the mixture went on as this one in an epoch before {epoch}: what earlier epochs held is "
                 "told by a state of that time, and the mixture as it was"
@@ -160,15 +160,15 @@ def run_of_state(
     if not isinstance(dataset, (ShardedDataset, Mixture)):
         raise TypeError(_NOT_EXPLAINED + type(dataset).__name__)
     fields = checked_fields(state)
-    told = StepHistory.from_json(fields.get("history"))
+    history = StepHistory.from_json(fields.get("history"))
     settings = StreamSettings(batching=batching, topology=Topology(), num_workers=0)
     if fields.get("batching") is None and batching is not None:
         raise ValueError("the state is of a loader without batching=: leave it out")
     if fields.get("batching") is not None and batching is None:
         raise ValueError("the state is of a loader with batching=: give the same, batching=Packed(...)")
     if batching is not None and are_measured(settings, dataset) and is_by_tokens(dataset):
-        kept = kept_lengths(settings, dataset)
-        if kept is None or not kept.is_complete:
+        lengths = kept_lengths(settings, dataset)
+        if lengths is None or not lengths.is_complete:
             raise ValueError(
                 'shares="tokens" needs the lengths of all samples, which were measured where the training '
                 "ran: have the lengths file of that machine (`dataflow index CATALOG --lengths`)"
@@ -179,7 +179,7 @@ def run_of_state(
         run = run_of_stream(stream)
     finally:
         stream.close()
-    if told and run.history and told.stretches and not run.history.stretches:
+    if history and run.history and history.stretches and not run.history.stretches:
         raise ValueError(
             f"the state is of other data or another batching=: of fingerprint {fields['fingerprint']}, and "
             f"this dataset's is {dataset.fingerprint()}. Give it the dataset that the training had"

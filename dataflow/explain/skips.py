@@ -63,8 +63,8 @@ def with_steps(
     Raises `ValueError` where it is not known which items they are, or nothing of an epoch would be left.
     """
     steps = checked_steps(steps)
-    kept = {(one.first_step, one.end_step) for one in plan.passed}
-    if not (fresh := [pair for pair in steps if pair not in kept]):
+    pairs = {(piece.first_step, piece.end_step) for piece in plan.passed}
+    if not (fresh := [pair for pair in steps if pair not in pairs]):
         return plan
     if history is None:
         raise ValueError(
@@ -79,15 +79,15 @@ def with_steps(
                 "the run goes on, and were not passed over by it",
                 stacklevel=5,
             )
-    made = [piece for pair in fresh if pair[1] > now for piece in _ranges(plan, pair, now, epoch, position)]
-    for number in {one.epoch for one in made if (one.epoch, position) > (epoch, 0)}:
-        ranges = [one for one in (*plan.passed, *made) if one.epoch == number]
+    pieces = [piece for pair in fresh if pair[1] > now for piece in _ranges(plan, pair, now, epoch, position)]
+    for number in {piece.epoch for piece in pieces if (piece.epoch, position) > (epoch, 0)}:
+        ranges = [piece for piece in (*plan.passed, *pieces) if piece.epoch == number]
         if not passing(_dealt(plan, number, 0), ranges).num_global_batches:
             raise ValueError(
                 f"skip_steps leaves nothing of epoch {number}: call set_epoch({number + 1}) there"
             )
-    passed = sorted((*plan.passed, *made))
-    over = [one for one in passed if one.epoch < epoch]
+    passed = sorted((*plan.passed, *pieces))
+    over = [piece for piece in passed if piece.epoch < epoch]
     passed = passed[min(len(over), max(0, len(passed) - MOST_RANGES)) :]  # the oldest go
     if len(passed) > MOST_RANGES:
         raise ValueError(
@@ -119,15 +119,15 @@ def _dealt(plan: StreamPlan, epoch: int, position: int) -> BatchPlan:
     """The global batches of an epoch from a position on, with nothing left out."""
     if plan.planner is None:
         return _dealt_of(plan, plan.num_samples(epoch), position)
-    found = plan.epoch(epoch, position)
-    if found.num_global_batches == UNKNOWN:
+    epoch_plan = plan.epoch(epoch, position)
+    if epoch_plan.num_global_batches == UNKNOWN:
         warnings.warn(
             f"lengths are measured as samples are made, so nobody knows yet how long epoch {epoch} is: "
             "skip_steps passes over what it names in this epoch alone",
             stacklevel=6,
         )
         return _dealt_of(plan, UNKNOWN, position)
-    dealt = found.batch_plan
+    dealt = epoch_plan.batch_plan
     return dealt.inner if isinstance(dealt, PassingBatchPlan) else dealt
 
 

@@ -78,7 +78,7 @@ class VerifiedRun(NamedTuple):
             lines = [f"{steps}: all {self.rows:,} samples of the plan came as planned, each to one rank"]
         else:
             lines = [f"{steps}: the run parted from its plan in {len(self.departures)} places"]
-        lines += [f"steps {one.begin:,} to {one.end - 1:,}: {one.reason}" for one in self.departures]
+        lines += [f"steps {place.begin:,} to {place.end - 1:,}: {place.reason}" for place in self.departures]
         if self.num_left_out:
             lines.append(f"{self.num_left_out:,} samples were left out by on_error=")
         lines += [_in_words(epoch) for epoch in self.epochs]
@@ -119,7 +119,7 @@ def verify(
         (True, 8)
     """
     run = run_of_state(state, dataset, batching)
-    named = [Account.from_json(one, f"account {number}") for number, one in enumerate(accounts)]
+    named = [Account.from_json(account, f"account {number}") for number, account in enumerate(accounts)]
     return verified(run, str(state["fingerprint"]), named)
 
 
@@ -130,18 +130,18 @@ def verified(run: ExplainedRun, fingerprint: str, accounts: Sequence[Account]) -
     if not accounts:
         raise ValueError("give the accounts of all ranks: what loader.account() returned beside the state")
     begin, end = run.history.known_from, run.history.num_steps
-    wanted = [one for one in accounts if one.num_steps > begin]
-    for one in wanted:
-        if (one.fingerprint, one.seed) != (fingerprint, run.plan.seed):
+    candidates = [log for log in accounts if log.num_steps > begin]
+    for log in candidates:
+        if (log.fingerprint, log.seed) != (fingerprint, run.plan.seed):
             raise ValueError(
-                f"the account of rank {one.rank} from step {one.first_step:,} on is of another run: its data "
-                f"is {one.fingerprint} and its seed {one.seed}, the state's {fingerprint} and {run.plan.seed}"
+                f"the account of rank {log.rank} from step {log.first_step:,} on is of another run: its data "
+                f"is {log.fingerprint} and its seed {log.seed}, the state's {fingerprint} and {run.plan.seed}"
             )
     notes, departures, first = list[str](), list[Departure](), end
     seen = _SeenEpochs(run)
     in_force = dict[str, list[tuple[int, int, Account]]]()
     for start, stop, world_size in _worlds(run, begin, end):
-        chains = [_chain(wanted, rank, world_size, start, stop) for rank in range(world_size)]
+        chains = [_chain(candidates, rank, world_size, start, stop) for rank in range(world_size)]
         _check_alike(chains)
         for chain in chains:
             for low, high, account in chain:
@@ -160,14 +160,14 @@ def verified(run: ExplainedRun, fingerprint: str, accounts: Sequence[Account]) -
     for parts in in_force.values():
         account, covered = parts[0][2], [(low, high) for low, high, _ in parts]
         whole = covered[-1][1] == account.num_steps and covered[0][0] == account.first_step
-        own = [one for one in account.left_out if any(low <= one[0] < high for low, high in covered)]
-        left_out += [(step, account.rank, text) for step, text in own]
+        skips = [entry for entry in account.left_out if any(low <= entry[0] < high for low, high in covered)]
+        left_out += [(step, account.rank, text) for step, text in skips]
         repeated += [
             (step, account.rank)
             for step in account.repeated
             if any(low <= step < high for low, high in covered)
         ]
-        num_left_out += account.num_left_out if whole else len(own)
+        num_left_out += account.num_left_out if whole else len(skips)
         if account.num_left_out > LISTED_ERRORS:
             notes.append(f"rank {account.rank} lists {LISTED_ERRORS:,} of {account.num_left_out:,} left out")
         if account.num_aside:
@@ -191,10 +191,10 @@ def verified(run: ExplainedRun, fingerprint: str, accounts: Sequence[Account]) -
 def _worlds(run: ExplainedRun, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Yield first step, end and number of ranks of steps on as many ranks."""
     assert run.history is not None
-    stretches = [one for one in run.history.stretches if one.first_step < end and one.end > begin]
-    for world_size, group in groupby(stretches, lambda one: one.world_size):
-        own = [*group]
-        yield max(begin, own[0].first_step), min(end, own[-1].end), world_size
+    stretches = [span for span in run.history.stretches if span.first_step < end and span.end > begin]
+    for world_size, group in groupby(stretches, lambda span: span.world_size):
+        members = [*group]
+        yield max(begin, members[0].first_step), min(end, members[-1].end), world_size
 
 
 Part = tuple[int, int, Account]
@@ -207,14 +207,14 @@ def _chain(accounts: Sequence[Account], rank: int, world_size: int, start: int, 
     Where processes began again at an earlier step, what those before did behind it is void. Raises
     `ValueError` where one is missing.
     """
-    own = [one for one in accounts if (one.rank, one.world_size) == (rank, world_size)]
-    own.sort(key=lambda one: (-one.began_s, -one.num_steps))
+    own = [log for log in accounts if (log.rank, log.world_size) == (rank, world_size)]
+    own.sort(key=lambda log: (-log.began_s, -log.num_steps))
     parts: list[Part] = []
     while stop > start:
-        fits = (one for one in own if one.first_step < stop and stop in one.cuts)
+        fits = (log for log in own if log.first_step < stop and stop in log.cuts)
         account = next(fits, None)
         if account is None:
-            ends = listed([f"{one.first_step:,} to {one.num_steps:,}" for one in own][:_MOST_NAMED]) or "none"
+            ends = listed([f"{log.first_step:,} to {log.num_steps:,}" for log in own][:_MOST_NAMED]) or "none"
             raise ValueError(
                 f"rank {rank} of {world_size} has no account that ends with step {stop - 1:,}: give the one "
                 f"that was saved beside that checkpoint. Its accounts are of steps {ends}"
@@ -230,9 +230,9 @@ def _chain(accounts: Sequence[Account], rank: int, world_size: int, start: int, 
 def _check_alike(chains: Sequence[Sequence[Part]]) -> None:
     """Raise unless the processes of all ranks began at the same steps."""
     begins = [[low for low, _, account in chain if low == account.first_step] for chain in chains]
-    for rank, own in enumerate(begins):
-        if own != begins[0]:
-            first = min({*own} ^ {*begins[0]})
+    for rank, steps in enumerate(begins):
+        if steps != begins[0]:
+            first = min({*steps} ^ {*begins[0]})
             lacking = rank if first in begins[0] else 0
             raise ValueError(
                 f"processes began again at step {first:,}, and there is no account of rank {lacking} from "
@@ -249,15 +249,15 @@ def _common(chains: Sequence[Sequence[Part]]) -> Iterator[tuple[int, int, Accoun
     ]
     common = sorted(set.intersection(*cuts))
     intervals = [
-        [one for low, high, account in chain for one in account.intervals if low <= one.begin < high]
+        [span for low, high, account in chain for span in account.intervals if low <= span.begin < high]
         for chain in chains
     ]
     taken = [0] * len(chains)
     for begin, end in pairwise(common):
         total = AccountInterval(begin, begin, 0, 0, 0)
-        for rank, own in enumerate(intervals):
-            while taken[rank] < len(own) and own[taken[rank]].begin < end:
-                total = total.joined(own[taken[rank]])
+        for rank, spans in enumerate(intervals):
+            while taken[rank] < len(spans) and spans[taken[rank]].begin < end:
+                total = total.joined(spans[taken[rank]])
                 taken[rank] += 1
         yield begin, end, total
 
@@ -313,10 +313,10 @@ def _reason(run: ExplainedRun, begin: int, end: int, num_missing: int, missing: 
     more = f"{abs(num_missing):,} samples {'fewer' if num_missing > 0 else 'more'} came than are planned"
     if abs(num_missing) == 1:
         for items in planned_items(run, begin, end):
-            at = _index(items, missing if num_missing > 0 else np.uint64(0) - missing)
-            if at is not None:
+            index = _index(items, missing if num_missing > 0 else np.uint64(0) - missing)
+            if index is not None:
                 became = "did not come" if num_missing > 0 else "came once too often"
-                return f"{_name(run, items, at)} {became}"
+                return f"{_name(run, items, index)} {became}"
         return f"{more}, which is none of theirs"
     if num_missing:
         return more
@@ -325,34 +325,34 @@ def _reason(run: ExplainedRun, begin: int, end: int, num_missing: int, missing: 
         others = items.hashes - missing
         for beside in pages:
             both = np.isin(others[:, 0], beside.hashes[:, 0])
-            for at in np.flatnonzero(both).tolist():
-                other = _index(beside, others[at])
+            for index in np.flatnonzero(both).tolist():
+                other = _index(beside, others[index])
                 if other is not None:
-                    what = f"{_name(run, items, at)} did not come"
+                    what = f"{_name(run, items, index)} did not come"
                     return f"{what}, and {_name(run, beside, other)} came once too often"
     return "as many samples came as are planned, and they are others"
 
 
 def _index(items: PlannedItems, hashes: NDArray[np.uint64]) -> int | None:
-    at = np.flatnonzero((items.hashes == hashes).all(axis=1))
-    return int(at[0]) if len(at) else None
+    matches = np.flatnonzero((items.hashes == hashes).all(axis=1))
+    return int(matches[0]) if len(matches) else None
 
 
-def _name(run: ExplainedRun, items: PlannedItems, at: int) -> str:
+def _name(run: ExplainedRun, items: PlannedItems, index: int) -> str:
     """A planned sample in words."""
-    position = items.position[at : at + 1]
+    position = items.position[index : index + 1]
     order = run.plan.windows_of(items.epoch)
     sample, sources = int(order.samples(position)[0]), run.dataset.sources
-    which = int(items.number[at]) >> SOURCE_SHIFT
+    which = int(items.number[index]) >> SOURCE_SHIFT
     sample -= sum(len(source) for source in sources[:which])
     place = located(sources[which], which, np.array([sample]))
     piece = ""
     if items.pieces is not None:
-        start, length = int(items.pieces.begin[at]), int(items.pieces.length[at])
+        start, length = int(items.pieces.begin[index]), int(items.pieces.length[index])
         piece = f" (elements {start:,} to {start + length - 1:,})"
     source = f" of source {which}" if len(sources) > 1 else ""
     row = int(place.shard_row[0])
-    return f"sample {sample:,}{source}{piece}, row {row:,} of {place.shard[0]}, of step {items.step[at]:,}"
+    return f"sample {sample:,}{source}{piece}, row {row:,} of {place.shard[0]}, of step {items.step[index]:,}"
 
 
 def _in_words(epoch: EpochSeen) -> str:

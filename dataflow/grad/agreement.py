@@ -70,11 +70,11 @@ PASS_ENDS = ""
 
 def differing_layers(ran: Sequence[Sequence[str]], ranks: tuple[int, ...]) -> DisagreementError | None:
     """An error with the layers that differ; None where they do not, or one rank is only ahead of another."""
-    at = next((at for at, each in enumerate(zip(*ran, strict=False)) if len(set(each)) > 1), None)
-    if at is None:
+    index = next((index for index, each in enumerate(zip(*ran, strict=False)) if len(set(each)) > 1), None)
+    if index is None:
         return None
-    before = list(ran[0][:at])
-    begin = at - [*reversed(before), PASS_ENDS].index(PASS_ENDS)
+    before = list(ran[0][:index])
+    begin = index - [*reversed(before), PASS_ENDS].index(PASS_ENDS)
     passes = [[*each[begin:], PASS_ENDS] for each in ran]
     microbatch = before.count(PASS_ENDS) + 1
     return _mixed(
@@ -278,8 +278,8 @@ class Peers:
 
     def __init__(self, ranks: tuple[int, ...], group: dist.ProcessGroup, name: str, timeout_s: float) -> None:
         self._name, self._grace = name, timedelta(seconds=min(timeout_s, _GRACE_S))
-        self._own = dist.get_rank()
-        self._ranks, self._others = ranks, [rank for rank in ranks if rank != self._own]
+        self._rank = dist.get_rank()
+        self._ranks, self._others = ranks, [rank for rank in ranks if rank != self._rank]
         self._open = {rank: _receive(rank, group) for rank in self._others}
 
     def explained(
@@ -294,7 +294,7 @@ class Peers:
             return error
         store = dist.distributed_c10d._get_default_store()
         with suppress(RuntimeError):  # the store has gone with the rank that kept it
-            store.set(self._key(self._own), json.dumps(list(ran)))
+            store.set(self._key(self._rank), json.dumps(list(ran)))
         closed = [rank for rank, work in self._open.items() if _is_closed(work)]
         if also is not None and dist.get_backend(also) == "gloo":
             # The first time-out closes all connections of the group; a closed one does not time out.
@@ -302,7 +302,7 @@ class Peers:
         try:
             # A collective's own time-out closes connections too, a moment before its rank can say "here".
             if dead := self._silent(store, closed, min(self._grace, _MOMENT)):
-                return RankLostError(tuple(dead), f"died (seen by rank {self._own}): see its own output")
+                return RankLostError(tuple(dead), f"died (seen by rank {self._rank}): see its own output")
             late = self._silent(store, self._others, self._grace)
             if not late:
                 layers = [json.loads(store.get(self._key(rank))) for rank in self._ranks]
@@ -311,7 +311,7 @@ class Peers:
             return RankLostError(
                 tuple(closed), "died, or closed connections after a death; the store is gone too"
             )
-        return RankLostError(tuple(late), f"did not come in time (seen by rank {self._own}): {error}")
+        return RankLostError(tuple(late), f"did not come in time (seen by rank {self._rank}): {error}")
 
     def _silent(self, store: Any, ranks: Sequence[int], within: timedelta) -> list[int]:
         """Return the ranks that do not say "here" in time."""

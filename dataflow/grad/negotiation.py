@@ -85,14 +85,14 @@ class Negotiation:
         self._promise: int | None = None
         """Batches that every rank has in this epoch; None: unknown, and every step is agreed on."""
 
-    def begin_epoch(self, at: Position) -> None:
+    def begin_epoch(self, position: Position) -> None:
         """Learn whether all ranks know that they have as many batches."""
         self._promise = None
         by_batch = any(callable(weight) for weight in self.settings.weights.values())
         if self.agreement.world_size == 1 or by_batch or self.control is not None:
             return
         batches = self.look.batches_ahead()
-        rows = self.agreement.offer(self._row(at, batches=batches))()
+        rows = self.agreement.offer(self._row(position, batches=batches))()
         self._check(rows)
         counts = {row[_BATCHES] for row in rows}
         self._promise = batches if len(counts) == 1 and batches >= 0 else None
@@ -102,10 +102,10 @@ class Negotiation:
         if self._promise is not None:
             self.agreement.any(False)
 
-    def offer(self, at: Position) -> None:
+    def offer(self, position: Position) -> None:
         """Tell what this rank has for the next step. Waits for nobody."""
         share, num_taken = self.look.share, self.look.num_taken
-        row = self._row(at, share, can_replay=not share.batches and self.replay.available())
+        row = self._row(position, share, can_replay=not share.batches and self.replay.available())
         if self._promise is None:
             self._rows = self.agreement.offer(row)
             return
@@ -118,7 +118,7 @@ class Negotiation:
         rows = [row] * self.agreement.world_size  # theirs are as mine
         self._rows = lambda: rows
 
-    def decide(self, at: Position) -> Step:
+    def decide(self, position: Position) -> Step:
         """Wait for the other ranks' offers, and decide; on all ranks alike.
 
         Raises `DisagreementError` where ranks are not at the same place, and `UnevenRanksError`.
@@ -128,7 +128,7 @@ class Negotiation:
         rows = self._rows()
         self._check(rows)
         end = len(_COLUMNS) + len(self._weights)  # of the weights in a row
-        at_once = self.control.begin([row[end:] for row in rows], at.window) if self.control else 1
+        at_once = self.control.begin([row[end:] for row in rows], position.window) if self.control else 1
         counts = [int(row[_COUNT]) for row in rows]
         plan = plan_step(
             counts,
@@ -144,8 +144,8 @@ class Negotiation:
         weights = [dict(zip(self._weights, row[len(_COLUMNS) : end], strict=True)) for row in rows]
         if any(plan.left_out) and not plan.empty:
             # Rows have the weights of all batches that were offered; only now it is known which of them run.
-            own = summed(share.weights[: plan.counts[rank]])
-            run = self.agreement.offer([own.get(name, 0.0) for name in self._weights])()
+            sums = summed(share.weights[: plan.counts[rank]])
+            run = self.agreement.offer([sums.get(name, 0.0) for name in self._weights])()
             weights = [dict(zip(self._weights, row, strict=True)) for row in run]
         if self.control and at_once > 1:
             join = self.control.allowed.merge or joined
@@ -175,8 +175,8 @@ class Negotiation:
         pairs = list(zip(plan.counts, plan.forwards, strict=True))
         begin, end = min(plan.counts), max(forwards for count, forwards in pairs if count < forwards)
         lender = plan.counts.index(max(plan.counts))
-        own = _packed(share.batches[begin:end]) if lender == self.agreement.rank else None
-        packed = self.agreement.broadcast(own, lender)
+        payload = _packed(share.batches[begin:end]) if lender == self.agreement.rank else None
+        packed = self.agreement.broadcast(payload, lender)
         if isinstance(packed, str):  # on all ranks alike: who waited for the batches would wait in vain
             raise ValueError(
                 f"ranks without data replay batches of rank {self.agreement.ranks[lender]}, which cannot be "
@@ -191,14 +191,14 @@ class Negotiation:
         return None if location == "cpu" else default_restore_location(storage, str(self.model.device))
 
     def _row(
-        self, at: Position, share: StepBatches | None = None, *, can_replay: bool = False, batches: int = -1
+        self, spot: Position, share: StepBatches | None = None, *, can_replay: bool = False, batches: int = -1
     ) -> list[float]:
         """Return what this rank tells: its columns, its weights, and what its controller says."""
         weights = summed(share.weights) if share is not None else {}
         row = [0.0] * len(_COLUMNS)
         row[_BATCHES], row[_COUNT] = batches, len(share.batches) if share is not None else 0
-        row[_WINDOW], row[_STEP], row[_ACCUMULATE] = at.window, at.step, self.accumulate
-        row[_ORDER], row[_REPLAY] = at.order, can_replay
+        row[_WINDOW], row[_STEP], row[_ACCUMULATE] = spot.window, spot.step, self.accumulate
+        row[_ORDER], row[_REPLAY] = spot.order, can_replay
         row += [weights.get(name, 0.0) for name in self._weights]
         if self.control is not None:
             row[_MODE] = self.control.check()
@@ -242,7 +242,7 @@ class WindowControl:
     """
 
     def __init__(self, allowed: Allowed, strategy: Strategy) -> None:
-        self.allowed, self._names = allowed, [one.name for one in allowed.tunables]
+        self.allowed, self._names = allowed, [tunable.name for tunable in allowed.tunables]
         self._switch = strategy if isinstance(strategy, StrategySwitch) else None
         self.controller = Controller(allowed.tunables)
         self._outbox: deque[tuple[float, ...]] = deque()

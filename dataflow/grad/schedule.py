@@ -162,7 +162,7 @@ class GradSchedule(Shown):
         self._control = WindowControl(options, self.strategy) if options.tunables and several else None
         self._agreement.compare(
             {
-                "what may change (adapt=, io=)": {one.name: one.options for one in options.tunables},
+                "what may change (adapt=, io=)": {knob.name: knob.options for knob in options.tunables},
                 "accumulate": self.window_size,
                 "strategy": self.strategy.key,
                 "the kind of model": wrapper.kind,
@@ -388,10 +388,10 @@ class GradSchedule(Shown):
 
         Raises `ValueError` before the first window has ended.
         """
-        own = self._loop.recorder.record(events=trace is not None)
-        records = self._agreement.gathered(own) if all_ranks else [own]
+        step_record = self._loop.recorder.record(events=trace is not None)
+        records = self._agreement.gathered(step_record) if all_ranks else [step_record]
         if trace is not None and (not all_ranks or self._agreement.rank == 0):
-            write_trace({one.rank: one.events for one in records}, trace)
+            write_trace({record.rank: record.events for record in records}, trace)
         return report_of(records)
 
     def _shown(self) -> Iterator[Row]:

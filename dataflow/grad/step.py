@@ -287,7 +287,7 @@ def merged_batches(
     batches: Sequence[Any], count: int, at_once: int, join: Callable[[list[Any]], Any]
 ) -> list[Any]:
     """The first `count` batches, `at_once` of them joined; a single one is left as it is."""
-    groups = [list(batches[at : min(at + at_once, count)]) for at in range(0, count, at_once)]
+    groups = [list(batches[start : min(start + at_once, count)]) for start in range(0, count, at_once)]
     return [join(group) if len(group) > 1 else group[0] for group in groups]
 
 

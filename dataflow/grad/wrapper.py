@@ -145,13 +145,13 @@ class DdpModel(ModelWrapper):
             self._parameters = list(trainable(self.inner).values())
             self._reached = bytearray(len(self._parameters))
             self._hooks = [
-                parameter.register_post_accumulate_grad_hook(functools.partial(self._note, self._reached, at))
-                for at, parameter in enumerate(self._parameters)
+                value.register_post_accumulate_grad_hook(functools.partial(self._note, self._reached, index))
+                for index, value in enumerate(self._parameters)
             ]
 
     @staticmethod
-    def _note(reached: bytearray, at: int, parameter: torch.Tensor) -> None:
-        reached[at] = 1
+    def _note(reached: bytearray, index: int, parameter: torch.Tensor) -> None:
+        reached[index] = 1
 
     def sync(self, on: bool) -> None:
         """Do as `no_sync`, but held over forward and backward."""
@@ -279,18 +279,18 @@ class Fsdp2Model(ModelWrapper):
         self._held = agreement
         if not self._hooks:
             modules = self.inner.named_modules()
-            units = [(name, one) for name, one in modules if isinstance(cast(Any, one), FSDPModule)]
+            units = [(name, module) for name, module in modules if isinstance(cast(Any, module), FSDPModule)]
             self._names = [PASS_ENDS, *(name or _ROOT for name, _ in units)]
             self._hooks = [
-                one.register_forward_pre_hook(functools.partial(self._tell, at), prepend=True)
-                for at, (_, one) in enumerate(units, 1)
+                module.register_forward_pre_hook(functools.partial(self._tell, number), prepend=True)
+                for number, (_, module) in enumerate(units, 1)
             ]
 
-    def _tell(self, at: int, *_: Any) -> None:
+    def _tell(self, number: int, *_: Any) -> None:
         """The layer with this number comes next here; 0: none."""
         if self._held is None or torch.compiler.is_compiling():  # of a recomputation, or in one graph
             return
-        names = [self._names[int(row[0])] for row in self._held.offer([at])()]
+        names = [self._names[int(row[0])] for row in self._held.offer([number])()]
         if error := differing_layers([[*self._layers, name] for name in names], self._held.ranks):
             raise error
 
@@ -492,7 +492,7 @@ def _mesh_of_shards(model: nn.Module) -> Any:
     mesh = sharded[0].device_mesh
     if any(value.device_mesh != mesh for value in sharded):
         raise ValueError("the model's parts lie on different device meshes, which is not supported")
-    if any(not one.is_replicate() for value in sharded for one in value.placements[:-1]):
+    if any(not placement.is_replicate() for value in sharded for placement in value.placements[:-1]):
         raise ValueError(
             f"parameters are sharded over several dimensions of {mesh}, as with tensor parallelism, "
             "which is not supported"

@@ -158,7 +158,7 @@ class Controller:
         self._tunables, self._dwell, self._patience = tuple(tunables), dwell, patience
         settings = [_Setting(ended=-2 * dwell, dwell=dwell, rest=patience) for _ in tunables]
         self._known = _Known(settings=settings)
-        self._cycle = math.lcm(*(one.cycle for one in tunables))
+        self._cycle = math.lcm(*(tunable.cycle for tunable in tunables))
 
     @property
     def changes(self) -> int:
@@ -171,7 +171,7 @@ class Controller:
         known = self._known
         options = known.ran[-1][1] if known.ran else self._chosen()
         return Mode(
-            {one.name: one.options[option] for one, option in zip(self._tunables, options, strict=True)},
+            {knob.name: knob.options[option] for knob, option in zip(self._tunables, options, strict=True)},
             known.settings[known.latest].result.reason,
             known.since,
             None if known.trial is None else self._tunables[known.trial.at].name,
@@ -180,7 +180,7 @@ class Controller:
     def result(self, name: str) -> TrialResult:
         """Return the result of the last trial of a tunable."""
         settings = zip(self._tunables, self._known.settings, strict=True)
-        return next(setting.result for one, setting in settings if one.name == name)
+        return next(setting.result for tunable, setting in settings if tunable.name == name)
 
     def options(self, window: int) -> tuple[int, ...]:
         """The option of each tunable in a window. Windows come in order; asked again, it says the same."""
@@ -196,32 +196,32 @@ class Controller:
             known.ran.append([window, now, counts])
         return tuple(known.ran[-1][1])
 
-    def observe(self, one: Measurement) -> None:
+    def observe(self, sample: Measurement) -> None:
         """A window has ended; windows come in order, some may be missing."""
         known, trial = self._known, self._known.trial
-        _, options, counts = next((ran for ran in known.ran if ran[0] == one.window), (0, [], False))
-        known.ran = [ran for ran in known.ran if ran[0] > one.window]
+        _, options, counts = next((ran for ran in known.ran if ran[0] == sample.window), (0, [], False))
+        known.ran = [ran for ran in known.ran if ran[0] > sample.window]
         if trial is not None:
-            trial.held += one.held_reads
+            trial.held += sample.held_reads
             if counts:
-                trial.seconds[options[trial.at]].append(one.seconds)
+                trial.seconds[options[trial.at]].append(sample.seconds)
                 self._drop_hopeless(trial)
             if not trial.plan and not any(counts for _, _, counts in known.ran):
-                self._judge(trial, one.window)
-        elif options == self._chosen() and known.since is not None and one.window > known.since:
-            known.recent = [*known.recent, [one.seconds, one.exposed_s]][-_RECENT * self._cycle :]
-            self._notice(one.window)
+                self._judge(trial, sample.window)
+        elif options == self._chosen() and known.since is not None and sample.window > known.since:
+            known.recent = [*known.recent, [sample.seconds, sample.exposed_s]][-_RECENT * self._cycle :]
+            self._notice(sample.window)
 
     def to_json(self) -> dict[str, Any]:
         """Return what it knows, as a JSON value; the same on every rank."""
-        return {"tunables": [[one.name, *one.options] for one in self._tunables], **asdict(self._known)}
+        return {"tunables": [[knob.name, *knob.options] for knob in self._tunables], **asdict(self._known)}
 
     def load_json(self, state: Mapping[str, Any]) -> None:
         """Go on from `to_json()`; where other settings or options were allowed then, begin anew."""
         fields = dict(state)
-        if fields.pop("tunables") != [[one.name, *one.options] for one in self._tunables]:
+        if fields.pop("tunables") != [[knob.name, *knob.options] for knob in self._tunables]:
             return
-        settings = [_Setting(**one | {"result": TrialResult(**one["result"])}) for one in state["settings"]]
+        settings = [_Setting(**row | {"result": TrialResult(**row["result"])}) for row in state["settings"]]
         trial = state["trial"] and _Trial(**state["trial"])
         self._known = _Known(**{**fields, "settings": settings, "trial": trial})
 
@@ -231,15 +231,15 @@ class Controller:
             return
         seconds, exposed, _ = usual
         saturated = exposed is not None and exposed >= _SATURATED * seconds
-        for at, (one, setting) in enumerate(zip(self._tunables, self._known.settings, strict=True)):
-            blind = exposed is None and one.only_if_held  # changes no number: no reason needed
+        for index, (tunable, setting) in enumerate(zip(self._tunables, self._known.settings, strict=True)):
+            blind = exposed is None and tunable.only_if_held  # changes no number: no reason needed
             if window >= setting.due and (saturated or blind or setting.chosen):
                 # It changed again while the last trial was rested from.
                 soon = window - setting.ended <= setting.dwell + _RECENT * self._cycle
                 setting.dwell = min(2 * setting.dwell, self._patience) if soon else self._dwell
-                options = range(len(one.options))
-                self._known.trial = _Trial(at=at, alive=list(options), seconds=[[] for _ in options])
-                for _ in range(one.rounds * (setting.dwell // self._dwell if self._dwell else 1)):
+                options = range(len(tunable.options))
+                self._known.trial = _Trial(at=index, alive=list(options), seconds=[[] for _ in options])
+                for _ in range(tunable.rounds * (setting.dwell // self._dwell if self._dwell else 1)):
                     self._add_round(self._known.trial)
                 return
 
@@ -247,18 +247,18 @@ class Controller:
         """One more turn of each option."""
         trial.rounds += 1
         turn = range(self._tunables[trial.at].turn)
-        trial.plan += [[option, at > 0] for option in trial.alive for at in turn]
+        trial.plan += [[option, index > 0] for option in trial.alive for index in turn]
 
     def _drop_hopeless(self, trial: _Trial) -> None:
         """Leave out of the trial what takes many times as long as the best."""
         tunable = self._tunables[trial.at]
-        samples = {at: _by_cycle(trial.seconds[at], tunable.cycle) for at in trial.alive}
+        samples = {option: _by_cycle(trial.seconds[option], tunable.cycle) for option in trial.alive}
         if tunable.hopeless is None or min(map(len, samples.values())) < 2:
             return
-        usual = {at: median(values) for at, values in samples.items()}
+        usual = {option: median(values) for option, values in samples.items()}
         most_s = tunable.hopeless * min(usual.values())
         enough = 2 if tunable.cycle > 1 else _ENOUGH
-        trial.alive = [at for at in usual if usual[at] <= most_s or len(samples[at]) < enough]
+        trial.alive = [option for option in usual if usual[option] <= most_s or len(samples[option]) < enough]
         trial.plan = [entry for entry in trial.plan if entry[0] in trial.alive]
 
     def _judge(self, trial: _Trial, window: int) -> None:
@@ -312,7 +312,7 @@ class Controller:
 
 def _by_cycle(values: Sequence[float], cycle: int) -> list[float]:
     """The mean of each whole cycle."""
-    return [fmean(values[at : at + cycle]) for at in range(0, len(values) - cycle + 1, cycle)]
+    return [fmean(values[start : start + cycle]) for start in range(0, len(values) - cycle + 1, cycle)]
 
 
 def _judged(tunable: Tunable, trial: _Trial, incumbent: int) -> tuple[TrialResult, bool]:

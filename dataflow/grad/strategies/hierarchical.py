@@ -66,9 +66,9 @@ class Hierarchical(BucketStrategy):
     def _by_shards(self, flat: Tensor) -> Tensor:
         parts = self._inside.size
         rows = F.pad(flat, (0, -flat.numel() % parts)).view(parts, -1)
-        own = self._inside.exchange(rows, [1] * parts).sum(0)
-        self._between.add(own)
-        return flat.copy_(torch.cat(self._inside.gather(own)).view(-1)[: flat.numel()])
+        shard = self._inside.exchange(rows, [1] * parts).sum(0)
+        self._between.add(shard)
+        return flat.copy_(torch.cat(self._inside.gather(shard)).view(-1)[: flat.numel()])
 
     def bytes_between_nodes(self) -> int:
         """Return what of `bytes_sent` went to other nodes."""

@@ -39,15 +39,15 @@ class LocalStrategy(Strategy):
 
     def state_dict(self) -> dict[str, Any]:
         """The rank's parameters by name, if they are its own."""
-        own = self.context.parameters.items() if self.drifted else ()
-        return {"parameters": {name: parameter.detach().clone() for name, parameter in own}}
+        parameters = self.context.parameters.items() if self.drifted else ()
+        return {"parameters": {name: parameter.detach().clone() for name, parameter in parameters}}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put this rank's parameters back."""
         self.check_entries(state, {"parameters"})
-        for name, own in self.checked_tensors(state["parameters"]).items():
-            self.context.parameters[name].copy_(own)
+        for name, tensor in self.checked_tensors(state["parameters"]).items():
+            self.context.parameters[name].copy_(tensor)
         self.drifted = bool(state["parameters"])
 
 
@@ -210,7 +210,7 @@ class PostLocalSGD(LocalStrategy):
     def _wire_of(self, size: int) -> Wire:
         """Over so many consecutive ranks."""
         ranks = range(self.context.world_size)
-        parts = [ranks[at : at + size] for at in ranks[::size]]
+        parts = [ranks[start : start + size] for start in ranks[::size]]
         return self.wire if len(parts) == 1 else self.wire_among(parts)
 
     def syncs(self, step: int) -> bool:

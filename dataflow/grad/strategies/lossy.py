@@ -165,11 +165,11 @@ class Int8(LossyStrategy):
         blocks = self._as_blocks(owed)[deal.order]
         rows = quantized(blocks)
         rests = blocks - dequantized(rows, dtype)
-        own = slice(start := sum(deal.counts[: self.wire.rank]), start + deal.counts[self.wire.rank])
+        span = slice(start := sum(deal.counts[: self.wire.rank]), start + deal.counts[self.wire.rank])
         own_mean = dequantized(self.wire.exchange(rows, deal.counts), dtype).sum(0).div_(self.wire.size)
         own_rows = quantized(own_mean)
         # The owner alone owes what the second rounding loses; the mean over ranks will divide it by `size`.
-        rests[own] += (own_mean - dequantized(own_rows, dtype)).mul_(self.wire.size)
+        rests[span] += (own_mean - dequantized(own_rows, dtype)).mul_(self.wire.size)
         means = dequantized(self._from_owners(own_rows, deal.counts), dtype)
         for name, rest in self._as_parts(rests, deal, owed).items():
             self.keep(name, rest.clone())

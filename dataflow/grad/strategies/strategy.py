@@ -130,16 +130,16 @@ class Wire:
 
         Returns what the ranks sent here, [size, counts[rank], ...]; `counts` is the same on all ranks.
         """
-        own = counts[self.rank]
-        received = rows.new_empty((self.size * own, *rows.shape[1:]))
+        count = counts[self.rank]
+        received = rows.new_empty((self.size * count, *rows.shape[1:]))
         if self.size == 1:
             received.copy_(rows)
         else:
             dist.all_to_all_single(
-                received, rows.contiguous(), [own] * self.size, list(counts), group=self.group
+                received, rows.contiguous(), [count] * self.size, list(counts), group=self.group
             )
-            self.sent += (rows.shape[0] - own) * rows[:1].nbytes
-        return received.view(self.size, own, *rows.shape[1:])
+            self.sent += (rows.shape[0] - count) * rows[:1].nbytes
+        return received.view(self.size, count, *rows.shape[1:])
 
     def add_at_first(self, tensor: Tensor) -> None:
         """Replace the tensor on rank 0 by the sum over ranks; elsewhere it is left undefined."""
@@ -201,7 +201,7 @@ class Strategy:
         Over none if the rank is in no list, or alone in one. Ranks are numbered as in `context.group`, and
         `close` destroys the groups.
         """
-        context, own = self.context, None
+        context, wire_group = self.context, None
         if context.group is None:
             members = ()
         if (num_ranks := sum(len(ranks) for ranks in members)) > context.world_size:
@@ -215,8 +215,8 @@ class Strategy:
                 everyone = dist.get_process_group_ranks(context.group)
                 backend = dist.get_backend(context.group)
                 group = dist.new_group([everyone[rank] for rank in ranks], timeout, backend)
-                own = group if context.rank in ranks else own
-        wire = Wire(own)
+                wire_group = group if context.rank in ranks else wire_group
+        wire = Wire(wire_group)
         self._other_wires = *self._other_wires, wire
         return wire
 

@@ -26,7 +26,7 @@ class StrategySwitch(Strategy):
         self.options = tuple(AllReduceHook() if type(each) is AllReduce else each for each in options)
         if len({each.hooks_gradients for each in self.options}) > 1:
             raise ValueError("strategies that hook gradients and others cannot take turns")
-        self._at = 0
+        self._option = 0
         self._new: list[dict[str, Any]] = []
         self.name = f"one of {', '.join(each.name for each in self.options)}"
         self.key = f"one of {', '.join(each.key for each in self.options)}"
@@ -35,13 +35,13 @@ class StrategySwitch(Strategy):
     @property
     def current(self) -> Strategy:
         """The strategy that is in use."""
-        return self.options[self._at]
+        return self.options[self._option]
 
     def use(self, option: int) -> None:
         """Go on with another one, from the next window on; on all ranks."""
-        if option == self._at:
+        if option == self._option:
             return
-        before, self._at = self.current, option
+        before, self._option = self.current, option
         if isinstance(before, LocalStrategy):
             before.average()
         self.current.load_state_dict(self._new[option])
@@ -82,7 +82,7 @@ class StrategySwitch(Strategy):
 
     def state_dict(self) -> dict[str, Any]:
         """Return which one is in use, and its state."""
-        return {"option": self._at, "state": self.current.state_dict()}
+        return {"option": self._option, "state": self.current.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the one that was in use."""
@@ -90,7 +90,7 @@ class StrategySwitch(Strategy):
         if state["option"] not in range(len(self.options)):
             raise ValueError(f"the state does not fit {self.key}: it has option {state['option']!r}")
         self.options[state["option"]].load_state_dict(state["state"])
-        self._at = state["option"]
+        self._option = state["option"]
 
     def close(self) -> None:
         """Close all of the strategies."""

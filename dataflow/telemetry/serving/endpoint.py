@@ -48,12 +48,12 @@ class NodeAnswers:
     def records(self) -> list[TrainingRecord]:
         """Return the newest record of each rank of the parent's job on this node."""
         every = self._read()
-        own = [one for one in every if (one.pid, one.start_ticks) == self._parent]
-        if not own:
+        matches = [record for record in every if (record.pid, record.start_ticks) == self._parent]
+        if not matches:
             return []
-        of_job = [one for one in every if (one.job, one.host, one.node) == _job(own[0])]
-        order = sorted(of_job, key=lambda one: (one.is_alive, one.written_at))
-        newest = {one.rank: one for one in order}
+        of_job = [record for record in every if (record.job, record.host, record.node) == _job(matches[0])]
+        order = sorted(of_job, key=lambda record: (record.is_alive, record.written_at))
+        newest = {record.rank: record for record in order}
         return [newest[rank] for rank in sorted(newest)]
 
     def answer(self, method: str, path: str) -> Answer:
@@ -97,12 +97,12 @@ class _Collector:
 
         families: dict[str, Any] = {}
         for point in points_of(self._records):
-            one = point.instrument
-            kind = CounterMetricFamily if one.kind == "counter" else GaugeMetricFamily
-            if one.name not in families:
+            metric = point.instrument
+            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            if metric.name not in families:
                 labels = list(point.attributes)
-                families[one.name] = kind(one.prometheus_name, one.description, labels=labels)
-            families[one.name].add_metric(list(point.attributes.values()), point.value)
+                families[metric.name] = kind(metric.prometheus_name, metric.description, labels=labels)
+            families[metric.name].add_metric(list(point.attributes.values()), point.value)
         yield from families.values()
 
 
@@ -120,16 +120,16 @@ def main(arguments: str) -> None:
     Args:
         arguments: JSON: "fd" of the listening socket, "pid" of the parent, "limit_s".
     """
-    given = json.loads(arguments)
-    parent = given["pid"], start_ticks(given["pid"])
+    options = json.loads(arguments)
+    parent = options["pid"], start_ticks(options["pid"])
     if os.getppid() != parent[0]:
         return  # it has ended already
     pidfd = os.pidfd_open(parent[0])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training, whose end ends this
     with contextlib.suppress(OSError):
         os.nice(_NICE)
-    answers = NodeAnswers(parent, given["limit_s"])
-    asyncio.run(_serve(answers, socket.socket(fileno=given["fd"]), pidfd))
+    answers = NodeAnswers(parent, options["limit_s"])
+    asyncio.run(_serve(answers, socket.socket(fileno=options["fd"]), pidfd))
 
 
 async def _serve(answers: NodeAnswers, listener: socket.socket, pidfd: int) -> None:

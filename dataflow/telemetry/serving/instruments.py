@@ -59,12 +59,12 @@ class MetricPoint(Struct, frozen=True):
 @cache
 def loader_instruments() -> dict[str, Instrument]:
     """Return the instruments of loaders by the names of `stats().flat()`."""
-    found: dict[str, Instrument] = {}
+    metrics: dict[str, Instrument] = {}
     for kind in (LoaderStats, WorkerStats):
         for name, text in _figures("", kind):
             if not name.endswith(_DERIVED):
-                found.setdefault(name, _instrument(f"dataflow.loader.{name}", text, counts=is_count(name)))
-    return found
+                metrics.setdefault(name, _instrument(f"dataflow.loader.{name}", text, counts=is_count(name)))
+    return metrics
 
 
 @cache
@@ -93,7 +93,7 @@ def other_instruments() -> dict[str, Instrument]:
 def all_instruments() -> list[Instrument]:
     """Return all instruments, by name."""
     every = [*loader_instruments().values(), *other_instruments().values()]
-    return sorted(every, key=lambda one: one.name)
+    return sorted(every, key=lambda instrument: instrument.name)
 
 
 def points_of(records: Iterable[TrainingRecord]) -> Iterator[MetricPoint]:
@@ -105,39 +105,39 @@ def points_of(records: Iterable[TrainingRecord]) -> Iterator[MetricPoint]:
     for record in records:
         process = {"rank": str(record.rank), "node": str(record.node)}
         yield MetricPoint(others["up"], float(record.is_alive), process)
-        points = [point for one in record.loaders for point in _loader_points(one)]
-        points += [point for one in record.schedules for point in _schedule_points(one)]
+        points = [point for loader in record.loaders for point in _loader_points(loader)]
+        points += [point for schedule in record.schedules for point in _schedule_points(schedule)]
         yield from (point for point in points if record.is_alive or point.instrument.kind == "counter")
 
 
-def _loader_points(one: LoaderRecord) -> Iterator[MetricPoint]:
-    others, own = other_instruments(), loader_instruments()
-    labels = {"rank": str(one.rank), "node": str(one.node), "dataset": one.name, "role": one.role}
-    for name, value in {**numbers_of(one.stats), **totals_of(counts_of(one.stats), one.offset)}.items():
-        if name in own:
-            yield MetricPoint(own[name], value, labels)
+def _loader_points(entry: LoaderRecord) -> Iterator[MetricPoint]:
+    others, instruments = other_instruments(), loader_instruments()
+    labels = {"rank": str(entry.rank), "node": str(entry.node), "dataset": entry.name, "role": entry.role}
+    for name, value in {**numbers_of(entry.stats), **totals_of(counts_of(entry.stats), entry.offset)}.items():
+        if name in instruments:
+            yield MetricPoint(instruments[name], value, labels)
     now: dict[str, float | None] = {
-        "loader.running": float(one.state == "running"),
-        "loader.epoch": one.epoch,
-        "loader.loop_batches": one.loop_batches,
-        "loader.loop_length": one.loop_length,
-        "loader.loop_began_timestamp_s": one.loop_began_at or None,
-        "loader.last_batch_timestamp_s": one.last_batch_at or None,
+        "loader.running": float(entry.state == "running"),
+        "loader.epoch": entry.epoch,
+        "loader.loop_batches": entry.loop_batches,
+        "loader.loop_length": entry.loop_length,
+        "loader.loop_began_timestamp_s": entry.loop_began_at or None,
+        "loader.last_batch_timestamp_s": entry.last_batch_at or None,
     }
     yield from (
         MetricPoint(others[name], float(value), labels) for name, value in now.items() if value is not None
     )
 
 
-def _schedule_points(one: ScheduleRecord) -> Iterator[MetricPoint]:
+def _schedule_points(schedule: ScheduleRecord) -> Iterator[MetricPoint]:
     others = other_instruments()
-    labels = {"rank": str(one.rank), "node": str(one.node), "dataset": one.loader}
-    for name, value in totals_of(one.counts, one.offset).items():
-        key, _, own = name.rpartition(".")
-        instrument = others[{"": f"schedule.{own}", "part": "schedule.part_s"}.get(key, "schedule.weight")]
-        yield MetricPoint(instrument, value, labels | ({key: own} if key else {}))
-    yield MetricPoint(others["schedule.step"], one.steps, labels)
-    yield MetricPoint(others["schedule.window_s"], one.window_s, labels)
+    labels = {"rank": str(schedule.rank), "node": str(schedule.node), "dataset": schedule.loader}
+    for name, value in totals_of(schedule.counts, schedule.offset).items():
+        key, _, leaf = name.rpartition(".")
+        instrument = others[{"": f"schedule.{leaf}", "part": "schedule.part_s"}.get(key, "schedule.weight")]
+        yield MetricPoint(instrument, value, labels | ({key: leaf} if key else {}))
+    yield MetricPoint(others["schedule.step"], schedule.steps, labels)
+    yield MetricPoint(others["schedule.window_s"], schedule.window_s, labels)
 
 
 # ---- what the classes say -------------------------------------------------------------------------------
@@ -178,21 +178,21 @@ def _figures(prefix: str, kind: type) -> Iterator[tuple[str, str]]:
     for name, hint in _attributes(kind).items():
         if not prefix and name in PARTS_OF_STATS:
             continue
-        for one in _alternatives(hint):
-            if is_dataclass(one) and isinstance(one, type):
-                yield from _figures(f"{prefix}{name}.", one)
-            elif one in (int, float) or name == "image_warnings":
+        for alternative in _alternatives(hint):
+            if is_dataclass(alternative) and isinstance(alternative, type):
+                yield from _figures(f"{prefix}{name}.", alternative)
+            elif alternative in (int, float) or name == "image_warnings":
                 yield prefix + name, docs.get(name) or name.replace("_", " ")
 
 
 def _attributes(kind: type) -> dict[str, Any]:
     """Fields and properties of a class with their types."""
-    found = dict(typing.get_type_hints(kind))
+    hints = dict(typing.get_type_hints(kind))
     for base in kind.__mro__:
-        for name, one in vars(base).items():
-            if isinstance(one, property) and name[0] != "_" and one.fget is not None:
-                found.setdefault(name, typing.get_type_hints(one.fget).get("return"))
-    return found
+        for name, member in vars(base).items():
+            if isinstance(member, property) and name[0] != "_" and member.fget is not None:
+                hints.setdefault(name, typing.get_type_hints(member.fget).get("return"))
+    return hints
 
 
 def _alternatives(hint: Any) -> Sequence[Any]:
@@ -203,18 +203,18 @@ def _alternatives(hint: Any) -> Sequence[Any]:
 @cache
 def _docs_of(kind: type) -> Mapping[str, str]:
     """Return the docstrings below a class's fields, and those of its properties, by name."""
-    found: dict[str, str] = {}
+    docs: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if base.__module__.partition(".")[0] not in ("dataflow", "prefetch", "sharding"):
             continue
-        for name, one in vars(base).items():
-            if isinstance(one, property) and one.__doc__:
-                found[name] = one.__doc__
+        for name, member in vars(base).items():
+            if isinstance(member, property) and member.__doc__:
+                docs[name] = member.__doc__
         try:
             body: Any = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         except (OSError, SyntaxError):  # installed without sources: names must do
             continue
         for field, text in zip(body.body, body.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                found[ast.unparse(field.target)] = str(getattr(text.value, "value", ""))
-    return found
+                docs[ast.unparse(field.target)] = str(getattr(text.value, "value", ""))
+    return docs

@@ -150,7 +150,7 @@ def _started(host: str, port: int, limit_s: float) -> MetricsEndpoint:
     with socket.create_server((host, port), family=family) as listener:
         arguments = {"fd": listener.fileno(), "pid": os.getpid(), "limit_s": limit_s}
         here = str(Path(__file__).parents[3])
-        path = [here, *(one for one in sys.path if one and one != here)]
+        path = [here, *(entry for entry in sys.path if entry and entry != here)]
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is not for that process
         try:
             process = subprocess.Popen(

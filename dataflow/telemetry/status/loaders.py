@@ -49,16 +49,16 @@ class DecisionLog:
         self._last: deque[StatusDecision] = deque(maxlen=_MOST_DECISIONS)
         self._values: dict[str, Any] = {}
 
-    def look(self, figures: Mapping[str, Any], at: float) -> tuple[StatusDecision, ...]:
+    def look(self, figures: Mapping[str, Any], wall: float) -> tuple[StatusDecision, ...]:
         """Return the decisions, those included that `figures` show: `depth` has its reason in `depth_reason`.
 
-        `at`: seconds since 1970.
+        `wall`: seconds since 1970.
         """
         for what in _DECIDED:
             reason = figures.get(_REASONS.get(what, f"{what}_reason"))
             if reason and figures[what] != self._values.get(what):
                 value = self._values[what] = figures[what]
-                self._last.append(StatusDecision(at=at, what=what, value=value, reason=in_one_line(reason)))
+                self._last.append(StatusDecision(at=wall, what=what, value=value, reason=in_one_line(reason)))
         return tuple(self._last)
 
 
@@ -86,7 +86,7 @@ class LoaderStatus:
         trains: bool,
     ) -> None:
         self.page, self.is_named = page, is_named
-        self._wanted, self._role, self._trains = name, role, trains
+        self._given_name, self._role, self._trains = name, role, trains
         self.name = ""
         """Its name, which no other loader of this role on the page has; "": not decided yet."""
         self.role: Role = role or "train"
@@ -95,7 +95,7 @@ class LoaderStatus:
         """The figures of the loop that had the last batch, or was begun last."""
         self._began_at = 0.0
         self._decisions = DecisionLog()
-        self._told: dict[str, Any] = {}
+        self._fields: dict[str, Any] = {}
         """The fields of the last record that the owner knew."""
         self._offset: dict[str, float] = {}
         if owner.has_counts:  # those of the loader that it is a copy of
@@ -112,13 +112,13 @@ class LoaderStatus:
     @property
     def totals(self) -> dict[str, float]:
         """Return the counts as last seen, with those of the trainings before this one."""
-        return totals_of(counts_of(self._told.get("stats", {})), self._offset)
+        return totals_of(counts_of(self._fields.get("stats", {})), self._offset)
 
     def wanted_name(self) -> str:
         """Decide its role, and return the name that it should have; "": its loader is gone."""
         if (owner := self._owner()) is None:
             return ""
-        name = self._wanted or name_of(owner.dataset)
+        name = self._given_name or name_of(owner.dataset)
         self.role = self._role or role_of(name, trains=self._trains)
         return name
 
@@ -128,14 +128,14 @@ class LoaderStatus:
 
     def continue_counts(self, former: Sequence[TrainingRecord]) -> None:
         """Count on from the first of those that was this loader before: one name, role and rank."""
-        if not self._told:
+        if not self._fields:
             return
         self.is_continued = True
-        own = (self.name, self.role, self._told["rank"], self._told["node"])
-        loaders = (one for record in former for one in record.loaders)
-        found = next((one for one in loaders if (one.name, one.role, one.rank, one.node) == own), None)
-        if found is not None:
-            self.goes_on_from(totals_of(counts_of(found.stats), found.offset))
+        key = (self.name, self.role, self._fields["rank"], self._fields["node"])
+        loaders = (item for record in former for item in record.loaders)
+        match = next((item for item in loaders if (item.name, item.role, item.rank, item.node) == key), None)
+        if match is not None:
+            self.goes_on_from(totals_of(counts_of(match.stats), match.offset))
 
     def begin(self, owner: Any, epoch: int, position: object) -> StatusLoop:
         """Note that a loop begins; the page says so, if it is there: the first batch may never come."""
@@ -163,29 +163,29 @@ class LoaderStatus:
             self.newest.state = "closed"
         self.page.event()
 
-    def record(self, at: float, clock: float) -> LoaderRecord | None:
+    def record(self, wall: float, clock: float) -> LoaderRecord | None:
         """Return what it was when it was asked last; None: nothing is known.
 
         Args:
-            at: seconds since 1970.
+            wall: seconds since 1970.
             clock: the time of `time.monotonic`, now.
         """
-        if not self._told:
+        if not self._fields:
             return None
         newest = self.newest
         last, began = newest.last_batch, newest.began
         return LoaderRecord(
-            **self._told,
+            **self._fields,
             name=self.name,
             role=self.role,
             state=newest.state if self.is_alive or newest.state == "failed" else "closed",
             epoch=newest.epoch,
             loop_batches=newest.num_batches,
             began_at=self._began_at,
-            loop_began_at=0.0 if began is None else at - (clock - began),
-            last_batch_at=0.0 if last is None else at - (clock - last),
+            loop_began_at=0.0 if began is None else wall - (clock - began),
+            last_batch_at=0.0 if last is None else wall - (clock - last),
             offset=self._offset,
-            decisions=self._decisions.look(self._told["stats"], at),
+            decisions=self._decisions.look(self._fields["stats"], wall),
             error=newest.error,
         )
 
@@ -201,7 +201,7 @@ class LoaderStatus:
             return
         if "skipped" in figures:
             figures["skipped"] = figures["skipped"][-_SKIPPED_SHOWN:]
-        self._told = dict(zip(("rank", "world_size", "local_rank", "node"), ranks, strict=True)) | {
+        self._fields = dict(zip(("rank", "world_size", "local_rank", "node"), ranks, strict=True)) | {
             "kind": type(stats).__name__,
             "stats": figures,
             "loop_length": length if length is not None and length < _ENDLESS else None,
@@ -309,18 +309,18 @@ class ScheduleStatus:
     def continue_counts(self, former: Sequence[TrainingRecord]) -> None:
         """Count on from the first of those that was this schedule before: one loader and rank."""
         self.is_continued = True
-        own = tuple(self._about[name] for name in ("loader", "rank", "node"))
-        schedules = (one for record in former for one in record.schedules)
-        found = next((one for one in schedules if (one.loader, one.rank, one.node) == own), None)
-        if found is not None:
-            self._offset = totals_of(found.counts, found.offset)
+        key = tuple(self._about[name] for name in ("loader", "rank", "node"))
+        schedules = (item for record in former for item in record.schedules)
+        match = next((item for item in schedules if (item.loader, item.rank, item.node) == key), None)
+        if match is not None:
+            self._offset = totals_of(match.counts, match.offset)
 
     def ends(self) -> None:
         """Note that it is closed."""
         self._state = "closed"
         self._page.event()
 
-    def record(self, at: float, clock: float) -> ScheduleRecord:
+    def record(self, wall: float, clock: float) -> ScheduleRecord:
         """Return what the page says of it. Arguments as those of `LoaderStatus.record`."""
         last = self._last_step
         return ScheduleRecord(
@@ -331,7 +331,7 @@ class ScheduleStatus:
             seconds=dict(self._seconds),
             window_s=self._window_s,
             totals=dict(self._totals),
-            last_step_at=0.0 if last is None else at - (clock - last),
+            last_step_at=0.0 if last is None else wall - (clock - last),
             offset=self._offset,
-            decisions=self._decisions.look(self._decided, at),
+            decisions=self._decisions.look(self._decided, wall),
         )

@@ -113,29 +113,29 @@ class StatusFile:
 
     def _name_loaders(self) -> None:
         """Have those without a name get one; what takes another's place counts on. Under the lock."""
-        for one in [one for one in self._loaders if not one.name]:
+        for loader in [loader for loader in self._loaders if not loader.name]:
             try:
-                wanted = one.wanted_name()
+                base = loader.wanted_name()
             except Exception:  # as of a dataset whose attributes raise: no training ends for want of a name
                 _log.warning("`dataflow top` and metrics do not see a loader", exc_info=True)
-                wanted = ""
-            if not wanted:
-                self._loaders.remove(one)
+                base = ""
+            if not base:
+                self._loaders.remove(loader)
                 continue
-            named = [old for old in self._loaders if old.name and old.role == one.role]
-            for old in [old for old in named if old.name == wanted and not old.is_alive]:
-                one.goes_on_from(old.totals)
-                one.is_continued = True
+            named = [old for old in self._loaders if old.name and old.role == loader.role]
+            for old in [old for old in named if old.name == base and not old.is_alive]:
+                loader.goes_on_from(old.totals)
+                loader.is_continued = True
                 self._loaders.remove(old)
                 named.remove(old)
             taken = {old.name for old in named}
-            one.name = next(name for name in _numbered(wanted) if name not in taken)
-            if one.is_named and one.name != wanted:
+            loader.name = next(name for name in _numbered(base) if name not in taken)
+            if loader.is_named and loader.name != base:
                 _log.warning(
                     "two loaders that run in this process have the name %r: the second one is called %r in "
                     "metrics; give each its own: DataLoader(..., name=...)",
-                    wanted,
-                    one.name,
+                    base,
+                    loader.name,
                 )
         for old in [old for old in self._loaders if not old.is_alive][:-_MOST_GONE]:
             self._loaders.remove(old)
@@ -232,24 +232,24 @@ class StatusFile:
     def _made_in(self, folder: Path) -> int:
         with suppress(FileExistsError):
             folder.mkdir(0o700)
-        at = open_folder(folder)
+        fd = open_folder(folder)
         try:
-            if os.fstat(at).st_mode & 0o077:
-                os.fchmod(at, 0o700)
+            if os.fstat(fd).st_mode & 0o077:
+                os.fchmod(fd, 0o700)
             with suppress(FileNotFoundError):
-                os.unlink(self._name, dir_fd=at)
-            return os.open(self._name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=at)
+                os.unlink(self._name, dir_fd=fd)
+            return os.open(self._name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=fd)
         finally:
-            os.close(at)
+            os.close(fd)
 
     def _record(self, now: float, state: ProcessState) -> TrainingRecord:
-        at, rank = time.time(), rank_info()
+        wall, rank = time.time(), rank_info()
         self._name_loaders()
-        for one in self._loaders:
-            one.ask()
+        for loader in self._loaders:
+            loader.ask()
         self._continue_counts()
         (pid, ticks, boot), error = self._process, getattr(sys, "last_value", None)
-        records = (one.record(at, now) for one in self._loaders)
+        records = (loader.record(wall, now) for loader in self._loaders)
         return TrainingRecord(
             version=VERSION,
             pid=pid,
@@ -262,23 +262,23 @@ class StatusFile:
             dataflow=package_version(),
             cores=cores_of(rank),
             began_at=self._began_at,
-            written_at=at,
+            written_at=wall,
             state=state,
             endpoint=self.endpoint,
             error=in_one_line(error) if state == "ended" and error is not None else "",
             loaders=tuple(record for record in records if record is not None),
-            schedules=tuple(one.record(at, now) for one in self._schedules),
+            schedules=tuple(schedule.record(wall, now) for schedule in self._schedules),
         )
 
     def _continue_counts(self) -> None:
         """Have counts of what is new go on from those of the training before, if there was one."""
         members: list[LoaderStatus | ScheduleStatus] = [*self._loaders, *self._schedules]
-        fresh = [one for one in members if not one.is_continued]
+        fresh = [member for member in members if not member.is_continued]
         if not fresh or self._folder is None:
             return
         former = former_pages(self._folder, self._key, besides=self._name)
-        for one in fresh:
-            one.continue_counts(former)
+        for member in fresh:
+            member.continue_counts(former)
 
 
 def _numbered(name: str) -> Iterator[str]:

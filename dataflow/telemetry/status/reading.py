@@ -47,7 +47,7 @@ def read_pages(folders: Sequence[Path] | None = None) -> list[TrainingRecord]:
         Records whose `state` is "died" where the process is gone and did not say that it ended.
     """
     records = list(pages_in(page_folders() if folders is None else folders))
-    return sorted(records, key=lambda one: (one.began_at, one.rank, one.pid))
+    return sorted(records, key=lambda record: (record.began_at, record.rank, record.pid))
 
 
 def pages_in(folders: Sequence[Path]) -> Iterator[TrainingRecord]:
@@ -105,11 +105,11 @@ def remove_old(folder: Path, older_than_s: float = _OLD_S) -> None:
 
 def _written(folder: Path) -> list[tuple[float, str]]:
     """Return when the pages in a folder were written, and their names, the newest first."""
-    found = []
+    pages = []
     for name in _names(folder):
         with suppress(OSError):
-            found.append(((folder / name).lstat().st_mtime, name))
-    return sorted(found, reverse=True)
+            pages.append(((folder / name).lstat().st_mtime, name))
+    return sorted(pages, reverse=True)
 
 
 def _names(folder: Path) -> list[str]:

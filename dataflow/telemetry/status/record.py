@@ -162,7 +162,7 @@ class TrainingRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def last_batch_at(self) -> float:
         """The time of the last batch of any loader; 0: none yet."""
-        return max((one.last_batch_at for one in self.loaders), default=0.0)
+        return max((loader.last_batch_at for loader in self.loaders), default=0.0)
 
 
 class _Versioned(msgspec.Struct):
@@ -206,7 +206,7 @@ def from_json(text: bytes) -> list[TrainingRecord]:
 def newest_version(text: bytes) -> int:
     """Return the newest version of the records in a JSON list; 0: there are none."""
     try:
-        return max((one.version for one in msgspec.json.decode(text, type=list[_Versioned])), default=0)
+        return max((record.version for record in msgspec.json.decode(text, type=list[_Versioned])), default=0)
     except (ValueError, RecursionError):
         return 0
 

@@ -154,8 +154,8 @@ def _reason(bound: Bound, rates: Rates, gain: float) -> str:
         what = "reading alone" if bound == "storage" else "decoding and collating from memory"
         rest = rates.decode if bound == "storage" else rates.storage
         other = "decoding from memory" if bound == "storage" else "reading alone"
-        own = rates.storage if bound == "storage" else rates.decode
-        text = f"{what} reaches {_rate(own)}, {other} {_rate(rest)}, computing allows {_rate(rates.compute)}"
+        rate = rates.storage if bound == "storage" else rates.decode
+        text = f"{what} reaches {_rate(rate)}, {other} {_rate(rest)}, computing allows {_rate(rates.compute)}"
     if gain < WORTH:
         return f"{text}; no single cure gains 5%"
     alone = min(rates.storage, rates.decode)

@@ -77,9 +77,9 @@ class BatchStock:
         """Keep a copy of a batch, if there is room."""
         if len(self) == ROUND or self._kept_bytes + self._largest_bytes > _STOCK_BYTES:
             return
-        kept, nbytes = self._copy_of(batch)
+        duplicate, nbytes = self._copy_of(batch)
         self._kept_bytes, self._largest_bytes = self._kept_bytes + nbytes, max(nbytes, self._largest_bytes)
-        self._originals.append(kept)
+        self._originals.append(duplicate)
 
     @property
     def is_empty(self) -> bool:
@@ -105,9 +105,9 @@ class BatchStock:
             self.shared = self.shared or f"{type(error).__name__}: {error}"
             return batch, 0
         # The memo has all that was copied, whatever classes it lies in.
-        nbytes = sum(one.nbytes for one in memo.values() if isinstance(getattr(one, "nbytes", None), int))
+        nbytes = sum(item.nbytes for item in memo.values() if isinstance(getattr(item, "nbytes", None), int))
         originals = memo.get(id(memo), ())
-        is_pinned = any(isinstance(one, torch.Tensor) and one.is_pinned() for one in originals)
+        is_pinned = any(isinstance(item, torch.Tensor) and item.is_pinned() for item in originals)
         return (_pinned(duplicate) if is_pinned else duplicate), nbytes
 
 

@@ -97,7 +97,7 @@ def data_stall_of(
 ) -> DataStall:
     """The headspace of ranks that go in step, from the steps of each, with its loader and from memory."""
     usual, perfect = _rate(live), _rate(replayed)
-    waited = max(_waited(one) for one in live)
+    waited = max(_waited(steps) for steps in live)
     return DataStall(
         gain=perfect.usual / usual.usual,
         live=usual,
@@ -114,16 +114,16 @@ def data_stall_of(
 
 def data_stall_of_records(records: Sequence[DataStallRecord]) -> DataStall | None:
     """The headspace of the ranks of one loader; None where there was not enough to measure."""
-    if not records or not all(one.is_whole for one in records):
+    if not records or not all(record.is_whole for record in records):
         return None
-    found = data_stall_of(
-        [one.live for one in records],
-        [one.replayed for one in records],
+    stall = data_stall_of(
+        [record.live for record in records],
+        [record.replayed for record in records],
         left_out=WARM_UP,
-        batches=min(one.batches for one in records),
+        batches=min(record.batches for record in records),
         world_size=records[0].world_size,
     )
-    return replace(found, notes=(*found.notes, *_notes_of_training(records, found.gain)))
+    return replace(stall, notes=(*stall.notes, *_notes_of_training(records, stall.gain)))
 
 
 def gain_verdict(gain: float) -> str:
@@ -140,7 +140,7 @@ def rounds_differ(gain: float, slowest: float, usual: float) -> bool:
 
 def reason_without(records: Sequence[DataStallRecord]) -> str:
     """Why a loop was not measured."""
-    least = min(records, key=lambda one: len(one.windows))
+    least = min(records, key=lambda record: len(record.windows))
     needed = 2 * (WARM_UP + least.steps)
     return (
         f"nothing to report: {len(least.windows)} steps ended on rank {least.rank}, and headspace takes "
@@ -151,8 +151,8 @@ def reason_without(records: Sequence[DataStallRecord]) -> str:
 
 def _rate(ranks: Sequence[Steps]) -> StepRate:
     together = list(zip(*ranks, strict=True))
-    totals_s = [max(one.total_s for one in step) for step in together]
-    waits_s = [max(one.data_s for one in step) for step in together]
+    totals_s = [max(rank.total_s for rank in step) for step in together]
+    waits_s = [max(rank.data_s for rank in step) for step in together]
     rest_s = _rounds([total - wait for total, wait in zip(totals_s, waits_s, strict=True)])
     rounds_s = _rounds(totals_s)
     return StepRate(1 / (fmean(waits_s) + median(rest_s)), 1 / max(rounds_s), 1 / min(rounds_s))
@@ -161,11 +161,11 @@ def _rate(ranks: Sequence[Steps]) -> StepRate:
 def _rounds(steps_s: Sequence[float]) -> list[float]:
     """The mean of each; steps that fill none are left out, unless there is no round."""
     length = min(ROUND, len(steps_s))
-    return [fmean(steps_s[at : at + length]) for at in range(0, len(steps_s) - length + 1, length)]
+    return [fmean(steps_s[start : start + length]) for start in range(0, len(steps_s) - length + 1, length)]
 
 
 def _waited(steps: Steps) -> float:
-    return sum(one.data_s for one in steps) / sum(one.total_s for one in steps)
+    return sum(step.data_s for step in steps) / sum(step.total_s for step in steps)
 
 
 def _notes(live: Sequence[Steps], usual: StepRate, perfect: StepRate, waited: float) -> Iterator[str]:
@@ -189,9 +189,9 @@ def _notes(live: Sequence[Steps], usual: StepRate, perfect: StepRate, waited: fl
 def _notes_of_training(records: Sequence[DataStallRecord], gain: float) -> Iterator[str]:
     if gain >= WORTH:
         yield "what holds the loader up: the same command without --headspace"
-    if shared := next((one.shared for one in records if one.shared), ""):
+    if shared := next((record.shared for record in records if record.shared), ""):
         yield f"batches could not be copied, so all steps got the same ones ({shared})"
-    if any(one.ended for one in records):
+    if any(record.ended for record in records):
         yield (
             "the command was ended when all was measured; it trained on the same batches again and again: "
             "do not use what it saved"
@@ -199,7 +199,7 @@ def _notes_of_training(records: Sequence[DataStallRecord], gain: float) -> Itera
 
 
 def _is_rare(steps: Steps) -> bool:
-    waits_s = sorted(one.data_s for one in steps)
+    waits_s = sorted(step.data_s for step in steps)
     return sum(waits_s[-_FEW:]) > sum(waits_s) / 2
 
 

@@ -87,23 +87,23 @@ def gain_text(gain: float) -> str:
     return f"at most {gain:.2f} x faster"
 
 
-def diagnose(found: StepShares | Bottleneck | LoaderTimes, records: Sequence[StepRecord] = ()) -> Diagnosis:
+def diagnose(facts: StepShares | Bottleneck | LoaderTimes, records: Sequence[StepRecord] = ()) -> Diagnosis:
     """Return what holds a training up, and the next action.
 
     Args:
-        found: where the time of the ranks' steps goes, what bounds parts that were measured alone, or what a
+        facts: where the time of the ranks' steps goes, what bounds parts that were measured alone, or what a
             loader says that is waited for.
         records: of the ranks whose steps these are.
     """
-    if isinstance(found, LoaderTimes):
-        where, action = _loader_action(found)
-        verdict = f"data-bound: {found.stall_share or 0.0:.0%} waiting for the loader"
+    if isinstance(facts, LoaderTimes):
+        where, action = _loader_action(facts)
+        verdict = f"data-bound: {facts.stall_share or 0.0:.0%} waiting for the loader"
         return Diagnosis(verdict, action, None, where)
-    if isinstance(found, Bottleneck):
-        where, _ = _CURES[found.bound]
-        action = cure_of(found.bound, found.cores_used)
-        return Diagnosis(f"{found.bound}-bound: {found.reason}", action, found.gain, where)
-    shares, critical = found, records[found.critical]
+    if isinstance(facts, Bottleneck):
+        where, _ = _CURES[facts.bound]
+        action = cure_of(facts.bound, facts.cores_used)
+        return Diagnosis(f"{facts.bound}-bound: {facts.reason}", action, facts.gain, where)
+    shares, critical = facts, records[facts.critical]
     if shares.bound == "data":
         return _data(shares, critical, len(records))
     if shares.bound == "network":
@@ -173,33 +173,33 @@ def _cores(shares: StepShares, loader: LoaderTimes) -> Diagnosis:
 
 def _loader_action(loader: LoaderTimes) -> tuple[Where, str]:
     """Return which part of a loader does not keep up, and what helps."""
-    made: Where = "decoding and transforms"
+    part: Where = "decoding and transforms"
     cores_are_busy = (loader.cores_busy or 0.0) >= _BUSY
     if loader.kind == "main":
-        return made, "make batches beside the training: DataLoader(num_workers=...), it has none"
+        return part, "make batches beside the training: DataLoader(num_workers=...), it has none"
     if loader.kind in ("process", "thread"):
         if cores_are_busy:
             share = f"they keep {loader.cores_busy:.0%} of {loader.cores:g} cores busy"
             return (
-                made,
+                part,
                 f"cheaper items, or more cores: the {loader.kind} workers do not keep up, and {share}",
             )
-        return made, f"more workers or cheaper items: the {loader.kind} workers do not keep up"
+        return part, f"more workers or cheaper items: the {loader.kind} workers do not keep up"
     if loader.kind != "shards":
-        return made, "fetch ahead, by dataflow's DataLoader with num_workers=, or over shards"
+        return part, "fetch ahead, by dataflow's DataLoader with num_workers=, or over shards"
     if loader.builders == "main":
-        return made, "make batches beside the training: DataLoader(num_workers=...) has builders, 0 has none"
+        return part, "make batches beside the training: DataLoader(num_workers=...) has builders, 0 has none"
     read, build = loader.read_busy or 0.0, loader.build_busy or 0.0
     busy = f"threads that read were busy {read:.0%} of the time, {_who_builds(loader)} {build:.0%}"
     if max(read, build) >= _BUSY:
         if build > read:
-            return made, f"{_builders_action(loader, cores_are_busy=cores_are_busy)}: {busy}"
+            return part, f"{_builders_action(loader, cores_are_busy=cores_are_busy)}: {busy}"
         return "store", f"{_STORES[loader.store]}: {busy}; `dataflow bench loader` measures each alone"
     if loader.memory_held is None or loader.memory_held >= _FULL:
         return "read-ahead", f"a larger memory_limit=, so that more is fetched ahead: {busy}{_held(loader)}"
     if loader.few_chunks and loader.few_chunks >= _FEW_CHUNKS * (loader.stall_share or 1.0):
         at_work = build * loader.num_builders
-        return made, (
+        return part, (
             f"fewer workers (num_workers=), smaller batches, or longer epochs: of {loader.num_builders} that "
             f"build {at_work:.1f} were at work, as there were not enough batches to build: {busy}"
         )

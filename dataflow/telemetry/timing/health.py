@@ -46,30 +46,30 @@ class LoaderHealth:
         return self.message
 
 
-def health_of(one: LoaderRecord, now: float, limit_s: float = LIMIT_S, loader: Any = None) -> LoaderHealth:
+def health_of(record: LoaderRecord, now: float, limit_s: float = LIMIT_S, loader: Any = None) -> LoaderHealth:
     """Return how a loader fares by its record.
 
     Args:
-        one: the record.
+        record: the record.
         now: seconds since 1970.
         limit_s: seconds without a batch that a loop may take.
         loader: asked what helps where the training waits for it; None: it is not here.
     """
-    since = max(0.0, now - one.last_batch_at) if one.last_batch_at else None
-    quiet = now - max(one.last_batch_at, one.loop_began_at)  # between two loops it may take long
-    hangs = one.state == "running" and quiet > limit_s
-    share = float(one.stats.get("stall_share", 0.0))
-    if one.state == "failed":
-        message = f"the last loop failed: {one.error}"
+    since = max(0.0, now - record.last_batch_at) if record.last_batch_at else None
+    quiet = now - max(record.last_batch_at, record.loop_began_at)  # between two loops it may take long
+    hangs = record.state == "running" and quiet > limit_s
+    share = float(record.stats.get("stall_share", 0.0))
+    if record.state == "failed":
+        message = f"the last loop failed: {record.error}"
     elif hangs:
         message = (
             f"no batch was taken for {quiet:,.0f} s, more than {limit_s:,.0f}: the training code or the "
             "loader hangs; `py-spy dump` shows where"
         )
     else:
-        message = _well(share, loader, is_ready=since is not None, is_running=one.state == "running")
+        message = _well(share, loader, is_ready=since is not None, is_running=record.state == "running")
     return LoaderHealth(
-        is_alive=not hangs and one.state != "failed",
+        is_alive=not hangs and record.state != "failed",
         is_ready=since is not None,
         last_batch_s=since,
         stall_share=share,
@@ -113,16 +113,16 @@ def liveness(records: Sequence[TrainingRecord], now: float, limit_s: float) -> t
     """
     lines, is_alive = [], True
     for record in records:
-        loops = [one for one in record.loaders if one.state == "running"]
-        healths = [health_of(one, now, limit_s) for one in loops]
-        failed = [one for one in record.loaders if one.state == "failed"]
+        loops = [loader for loader in record.loaders if loader.state == "running"]
+        healths = [health_of(loop, now, limit_s) for loop in loops]
+        failed = [loader for loader in record.loaders if loader.state == "failed"]
         # Of any loader: one loop waits while another validates.
         is_busy = bool(record.last_batch_at) and now - record.last_batch_at <= limit_s
         if record.state == "ended" and not record.error:
             text = "ended"  # its node's other ranks may still write the last checkpoint
         elif not record.is_alive:
             is_alive, text = False, f"process {record.pid} {record.state}{_because(record.error)}"
-        elif healths and not any(one.is_alive for one in healths) and not is_busy:
+        elif healths and not any(health.is_alive for health in healths) and not is_busy:
             is_alive, text = False, healths[0].message
         elif failed:
             text = f"the loop over {failed[0].name} failed{_because(failed[0].error)}; the process runs"

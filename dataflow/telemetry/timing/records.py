@@ -330,7 +330,7 @@ def busy_cores(pids: Sequence[int], proc: Path = Path("/proc")) -> float | None:
         now = float((proc / "uptime").read_text().split()[0])
         for pid in pids:
             fields = (proc / f"{pid:d}" / "stat").read_text().rpartition(")")[2].split()
-            user, system, began = (int(fields[at]) / second for at in (11, 12, 19))
+            user, system, began = (int(fields[column]) / second for column in (11, 12, 19))
             busy.append((user + system) / max(now - began, 1 / second))
     return sum(busy) if len(busy) == len(pids) > 0 else None
 

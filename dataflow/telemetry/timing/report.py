@@ -110,9 +110,9 @@ class Report:
             f"({self.window_s.p10 * 1e3:,.1f} to {self.window_s.p90 * 1e3:,.1f})"
         )
 
-    def is_critical(self, one: RankReport) -> bool:
+    def is_critical(self, rank: RankReport) -> bool:
         """Return whether this rank of several most often kept the others waiting."""
-        return one.rank == self.critical_rank and len(self.ranks) > 1
+        return rank.rank == self.critical_rank and len(self.ranks) > 1
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value; a gain without bound is null."""
@@ -149,20 +149,20 @@ class Report:
     def rank_rows(self) -> list[tuple[str, ...]]:
         """Each rank's own view as text, the headings first."""
         rows: list[tuple[str, ...]] = [("rank", "host", "ms", *self.headings, "H2D", "loader")]
-        for one in self.ranks:
-            mark = " *" if self.is_critical(one) else ""
-            shares = (f"{one.shares[part]:.0%}" for part in self.names)
-            copying = "-" if one.h2d_s is None else f"{one.h2d_s:.0f}"
-            milliseconds = f"{one.window_s.p50 * 1e3:,.1f}"
+        for rank in self.ranks:
+            mark = " *" if self.is_critical(rank) else ""
+            shares = (f"{rank.shares[part]:.0%}" for part in self.names)
+            copying = "-" if rank.h2d_s is None else f"{rank.h2d_s:.0f}"
+            milliseconds = f"{rank.window_s.p50 * 1e3:,.1f}"
             rows.append(
-                (f"{one.rank}{mark}", one.host, milliseconds, *shares, copying, loader_text(one.loader))
+                (f"{rank.rank}{mark}", rank.host, milliseconds, *shares, copying, loader_text(rank.loader))
             )
         return rows
 
 
 def report_of(records: Sequence[StepRecord]) -> Report:
     """The report of one or all ranks. `ValueError` without a window that all of them have."""
-    rows = same_steps([one.windows for one in records])
+    rows = same_steps([record.windows for record in records])
     shares = shares_of(rows)
     return Report(
         advice=diagnose(shares, records),
@@ -173,10 +173,10 @@ def report_of(records: Sequence[StepRecord]) -> Report:
         critical_share=shares.critical_share,
         world_size=records[0].world_size,
         windows=len(rows),
-        window_s=_quantiles([max(one.total_s for one in row) for row in rows]),
-        microbatches=max(one.microbatches for row in rows for one in row),
+        window_s=_quantiles([max(step.total_s for step in row) for row in rows]),
+        microbatches=max(step.microbatches for row in rows for step in row),
         in_schedule=records[0].in_schedule,
-        ranks=tuple(_rank_report(rows, number, one) for number, one in enumerate(records)),
+        ranks=tuple(_rank_report(rows, number, record) for number, record in enumerate(records)),
         notes=tuple(_notes(records, rows)),
     )
 
@@ -184,14 +184,14 @@ def report_of(records: Sequence[StepRecord]) -> Report:
 def _rank_report(rows: Sequence[Sequence[StepTimes]], number: int, record: StepRecord) -> RankReport:
     parts = rank_parts(rows, number)
     total = sum(parts.values()) or 1.0
-    own = [row[number] for row in rows]
+    steps = [row[number] for row in rows]
     names = ("data_s", "peers_s", "compute_s", "exposed_s", "optimizer_s")
     return RankReport(
         rank=record.rank,
         host=record.host,
         shares={part: value / total for part, value in parts.items()},
-        window_s=_quantiles([one.total_s for one in own]),
-        seconds={name: _quantiles([getattr(one, name) or 0.0 for one in own]) for name in names},
+        window_s=_quantiles([step.total_s for step in steps]),
+        seconds={name: _quantiles([getattr(step, name) or 0.0 for step in steps]) for name in names},
         h2d_s=0.0 if record.device == "cpu" else None,
         loader=record.loader,
     )
@@ -199,7 +199,7 @@ def _rank_report(rows: Sequence[Sequence[StepTimes]], number: int, record: StepR
 
 def _notes(records: Sequence[StepRecord], rows: Sequence[Sequence[StepTimes]]) -> list[str]:
     notes = _schedule_notes(records, rows) if records[0].in_schedule else [_LOOP_NOTE]
-    if any(one.loader.file_order and (one.in_schedule or one.optimizer_steps) for one in records):
+    if any(record.loader.file_order and (record.in_schedule or record.optimizer_steps) for record in records):
         notes.insert(0, _FILE_ORDER)
     if len(rows) < 10:
         notes.append(
@@ -212,13 +212,13 @@ def _schedule_notes(records: Sequence[StepRecord], rows: Sequence[Sequence[StepT
     notes = []
     world_size = records[0].world_size
     if world_size > len(records):
-        ranks = ", ".join(str(one.rank) for one in records)
+        ranks = ", ".join(str(record.rank) for record in records)
         notes.append(f"of rank {ranks} only: waiting for slower ranks counts as communication")
-    if any(one.exposed_s is None for row in rows for one in row):
+    if any(step.exposed_s is None for row in rows for step in row):
         notes.append(
             "communication is not told apart from computing here (it is with DistributedDataParallel)"
         )
-    if any(one.device != "cpu" for one in records):
+    if any(record.device != "cpu" for record in records):
         notes.append(
             f"on {records[0].device} computing is as the host sees it; copies to the device are in it"
         )

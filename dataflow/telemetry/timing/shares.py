@@ -63,7 +63,7 @@ def same_steps(ranks: Sequence[Sequence[StepTimes]]) -> list[tuple[StepTimes, ..
     Without the first, which makes what later ones reuse, and without those whose communication was not
     measured, unless nothing else is there.
     """
-    by_number = [{one.window: one for one in windows} for windows in ranks]
+    by_number = [{step.window: step for step in windows} for windows in ranks]
     common = sorted(set.intersection(*(set(each) for each in by_number)))
     rows = [tuple(each[number] for each in by_number) for number in common]
     later = rows[1:] or rows
@@ -99,14 +99,14 @@ def rank_parts(rows: Sequence[Sequence[StepTimes]], rank: int) -> dict[Part, flo
     """Seconds of one rank; its straggler part is its waiting for the slowest rank."""
     seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     for row in rows:
-        one = row[rank]
-        communicating = (one.exposed_s or 0.0) + one.peers_s
-        waiting = min(communicating, max(other.own_s for other in row) - one.own_s)
-        seconds["compute"] += one.compute_s
-        seconds["data"] += one.data_s
+        step = row[rank]
+        communicating = (step.exposed_s or 0.0) + step.peers_s
+        waiting = min(communicating, max(other.own_s for other in row) - step.own_s)
+        seconds["compute"] += step.compute_s
+        seconds["data"] += step.data_s
         seconds["network"] += communicating - waiting
         seconds["straggler"] += waiting
-        seconds["optimizer"] += one.optimizer_s
+        seconds["optimizer"] += step.optimizer_s
     return seconds
 
 
@@ -123,20 +123,20 @@ def _critical(row: Sequence[StepTimes]) -> int:
 
 def _is_measured(row: Sequence[StepTimes]) -> bool:
     """Return whether waiting for others is told apart from computing."""
-    return all(one.exposed_s is not None for one in row)
+    return all(step.exposed_s is not None for step in row)
 
 
 def _critical_parts(row: Sequence[StepTimes], critical: int) -> dict[Part, float]:
-    one = row[critical]
+    step = row[critical]
     slower = (
-        max(0.0, one.compute_s - median_low([other.compute_s for other in row])) if _is_measured(row) else 0.0
+        max(0.0, step.compute_s - median_low([each.compute_s for each in row])) if _is_measured(row) else 0.0
     )
     return {
-        "compute": one.compute_s - slower,
-        "data": one.data_s,
-        "network": (one.exposed_s or 0.0) + one.peers_s,
+        "compute": step.compute_s - slower,
+        "data": step.data_s,
+        "network": (step.exposed_s or 0.0) + step.peers_s,
         "straggler": slower,
-        "optimizer": one.optimizer_s,
+        "optimizer": step.optimizer_s,
     }
 
 
