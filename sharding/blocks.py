@@ -348,7 +348,7 @@ class Format(ABC):
         if not spans:
             return None
         none = np.iinfo(np.int64).max
-        first = np.minimum.reduce([np.where(one.lengths >= 0, one.starts, none) for one in spans])
+        first = np.minimum.reduce([np.where(column.lengths >= 0, column.starts, none) for column in spans])
         return block.offset + np.where(first == none, 0, first)
 
 

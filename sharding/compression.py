@@ -246,9 +246,9 @@ def _feed_gzip(member: Any, data: memoryview) -> tuple[bytes, memoryview]:
 
 
 def _feed_zstd(member: Any, data: memoryview) -> tuple[bytes, memoryview]:
-    pieces, at, size = [], 0, 0
-    while at < len(data) and size < _OUTPUT_BYTES and not member.eof:
-        pieces.append(member.decompress(data[at : at + _ZSTD_INPUT_BYTES]))
+    pieces, offset, size = [], 0, 0
+    while offset < len(data) and size < _OUTPUT_BYTES and not member.eof:
+        pieces.append(member.decompress(data[offset : offset + _ZSTD_INPUT_BYTES]))
         size += len(pieces[-1])
-        at = min(at + _ZSTD_INPUT_BYTES, len(data))
-    return b"".join(pieces), data[at - len(member.unused_data) :]
+        offset = min(offset + _ZSTD_INPUT_BYTES, len(data))
+    return b"".join(pieces), data[offset - len(member.unused_data) :]

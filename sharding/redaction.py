@@ -69,17 +69,17 @@ def hide_secrets(error: BaseException) -> None:
 
     In place: whether to try again depends on types and attributes.
     """
-    for one in _with_causes(error):
-        text = without_secrets(str(one))[:_MOST_SIGNS]
-        if text == str(one):
+    for cause in _with_causes(error):
+        text = without_secrets(str(cause))[:_MOST_SIGNS]
+        if text == str(cause):
             continue
-        one.args = tuple(without_secrets(a)[:_MOST_SIGNS] if isinstance(a, str) else a for a in one.args)
-        if isinstance(one, OSError) and isinstance(one.filename, str):
-            one.filename = without_secrets(one.filename)
-        if str(one) != text:  # a class that makes its text of something else, such as aiohttp's
-            kind = type(one)
+        cause.args = tuple(without_secrets(a)[:_MOST_SIGNS] if isinstance(a, str) else a for a in cause.args)
+        if isinstance(cause, OSError) and isinstance(cause.filename, str):
+            cause.filename = without_secrets(cause.filename)
+        if str(cause) != text:  # a class that makes its text of something else, such as aiohttp's
+            kind = type(cause)
             hidden = {"__str__": lambda _, text=text: text, "__module__": kind.__module__}
-            one.__class__ = type(kind.__name__, (kind,), hidden)
+            cause.__class__ = type(kind.__name__, (kind,), hidden)
 
 
 def redact_logs() -> None:
@@ -99,11 +99,11 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
     """An error, and all that Python prints with it."""
     queue, ids = [error], set[int]()
     while queue:
-        one = queue.pop()
-        if id(one) not in ids:
-            ids.add(id(one))
-            yield one
-            queue += [other for other in (one.__cause__, one.__context__) if other is not None]
+        cause = queue.pop()
+        if id(cause) not in ids:
+            ids.add(id(cause))
+            yield cause
+            queue += [other for other in (cause.__cause__, cause.__context__) if other is not None]
 
 
 def _without_password(match: re.Match[str]) -> str:

@@ -209,10 +209,10 @@ def _missing(scans: Sequence[ShardScan]) -> dict[str, tuple[int, str]]:
         for name, what in scan.missing.items():
             first.setdefault(name, (number, what))
         if scan.num_samples.any():
-            own = frozenset(scan.schema)
-            for name in names - own if own not in seen else ():  # of each set of columns once
+            columns = frozenset(scan.schema)
+            for name in names - columns if columns not in seen else ():  # of each set of columns once
                 first.setdefault(name, (number, ""))
-            seen.add(own)
+            seen.add(columns)
     return first
 
 
@@ -316,7 +316,7 @@ def changes(
             what = error.reason
         return None if what is None else ShardChange(identity_of(opened.url), what)
 
-    return [one for one in map(change, zip(numbers, opened_urls, strict=True)) if one is not None]
+    return [result for result in map(change, zip(numbers, opened_urls, strict=True)) if result is not None]
 
 
 def changes_text(shard_changes: Sequence[ShardChange], num_shards: int) -> str:

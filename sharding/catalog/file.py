@@ -59,7 +59,7 @@ def arrow_rows(shards: Sequence[Shard], scans: Sequence[ShardScan], groups: NDAr
     """One row a shard, from what indexing found; `groups`: which of the catalog's schemas is each shard's."""
     per_scan = [(scan.offset, scan.length, scan.nbytes, scan.num_samples) for scan in scans]
     counts = [
-        number_array(np.concatenate(one).astype(np.int64, copy=False)) for one in zip(*per_scan, strict=True)
+        number_array(np.concatenate(col).astype(np.int64, copy=False)) for col in zip(*per_scan, strict=True)
     ]
     indexes = [blob for scan in scans for blob in scan.index or repeat(None, len(scan.offset))]
     blocks = pa.StructArray.from_arrays([*counts, bytes_array(indexes)], fields=list(BLOCK_TYPE))

@@ -68,7 +68,7 @@ def load_listing(url: str, options: Mapping[str, Any] | None) -> IndexFile | Non
     if not _has(value, _SAVED_KEYS):
         return None
     files = value[_SAVED_KEYS[0]]
-    names = [one.get("filename") if isinstance(one, dict) else one for one in files]
+    names = [file.get("filename") if isinstance(file, dict) else file for file in files]
     return _checked([([name], {}) for name in names], url, "shards")
 
 
@@ -109,9 +109,9 @@ def shards_listed(url: str, options: Mapping[str, Any] | None) -> list[str] | No
     shards = []
     for names in listing.shards:
         urls = [beside(url, name) for name in names]
-        there = [one for one in urls[:-1] if is_local(one) and os.path.exists(local_path(one))]
+        there = [copy for copy in urls[:-1] if is_local(copy) and os.path.exists(local_path(copy))]
         shards.append((there or urls[-1:])[0])
-    return [local_path(one) for one in shards] if is_local(url) else shards
+    return [local_path(shard) for shard in shards] if is_local(url) else shards
 
 
 def entries_of(urls: Sequence[str], options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -125,10 +125,10 @@ def entries_of(urls: Sequence[str], options: Mapping[str, Any] | None) -> dict[s
     for url in urls:
         folder, below = _folder(url), file_name(url)
         for _ in range(_MOST_ABOVE):
-            at = url.replace(_folder(url) + file_name(url), folder + LISTING_NAME, 1)
-            if at not in known:
-                known[at] = _if_there(at, options)
-            listing = known[at]
+            listing_url = url.replace(_folder(url) + file_name(url), folder + LISTING_NAME, 1)
+            if listing_url not in known:
+                known[listing_url] = _if_there(listing_url, options)
+            listing = known[listing_url]
             if listing is not None and below in listing.entries:
                 entries[url] = listing.entries[below]
                 break

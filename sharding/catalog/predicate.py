@@ -72,8 +72,8 @@ class Predicate:
         """The columns that the shard has."""
         self.named = [name for name in self.columns if name in self.fields or stored.count(name) < 2]
         """The columns whose name must mean one column; what is named as a field of a struct does."""
-        own = {field.name: field.type for field in schema}
-        self.is_of_shard = all(own.get(field.name) == field.type for field in self._fields)
+        types = {field.name: field.type for field in schema}
+        self.is_of_shard = all(types.get(field.name) == field.type for field in self._fields)
         """True if it looks only at columns that the shard has whole, by their names there."""
 
     def _needs(self, bound: pa.Schema, number: int) -> bool:
@@ -100,29 +100,29 @@ class Predicate:
         return pa.table(columns)
 
 
-def _filled_fields(own: Sequence[pa.Field], others: Sequence[Sequence[pa.Field]]) -> list[pa.Field]:
+def _filled_fields(base: Sequence[pa.Field], others: Sequence[Sequence[pa.Field]]) -> list[pa.Field]:
     """The fields with types for what is null, and with fields that are only in others."""
     by_name: dict[str, list[pa.DataType]] = {}
     for field in (field for fields in others for field in fields):
         by_name.setdefault(field.name, []).append(field.type)
-    names = {field.name for field in own}
+    names = {field.name for field in base}
     lacking = [
         pa.field(name, _filled(kinds[0], kinds)) for name, kinds in by_name.items() if name not in names
     ]
-    kept = [pa.field(field.name, _filled(field.type, by_name.get(field.name, []))) for field in own]
-    return [*kept, *lacking]
+    filled = [pa.field(field.name, _filled(field.type, by_name.get(field.name, []))) for field in base]
+    return [*filled, *lacking]
 
 
-def _filled(own: pa.DataType, others: Sequence[pa.DataType]) -> pa.DataType:
-    if pa.types.is_null(own):
-        known = next((kind for kind in others if not pa.types.is_null(kind)), own)
+def _filled(base: pa.DataType, others: Sequence[pa.DataType]) -> pa.DataType:
+    if pa.types.is_null(base):
+        known = next((kind for kind in others if not pa.types.is_null(kind)), base)
         return known if pa.types.is_null(known) else _filled(known, others)
-    if pa.types.is_struct(own):
-        return pa.struct(_filled_fields(list(own), [list(one) for one in others if pa.types.is_struct(one)]))
-    if is_list(own) and pa.types.is_null(own.value_type):
+    if pa.types.is_struct(base):
+        return pa.struct(_filled_fields(list(base), [list(t) for t in others if pa.types.is_struct(t)]))
+    if is_list(base) and pa.types.is_null(base.value_type):
         lists = (kind for kind in others if is_list(kind) and not pa.types.is_null(kind.value_type))
-        return next(lists, own)
-    return own
+        return next(lists, base)
+    return base
 
 
 def _named_parts(fields: Sequence[pa.Field], text: str) -> list[tuple[str, pa.Field]]:
@@ -136,9 +136,9 @@ def _misfit(expression: Any, schema: pa.Schema, error: Exception) -> str:
     text = f"{expression} does not fit the columns {schema.names}"
     if "timezone" not in str(error):
         return f"{text}: {error}"
-    times = [one for one in schema if pa.types.is_timestamp(one.type) and one.name in str(expression)]
+    times = [field for field in schema if pa.types.is_timestamp(field.type) and field.name in str(expression)]
     which = ", ".join(
-        f"{one.name!r} has times {'with' if one.type.tz else 'without'} a zone" for one in times
+        f"{field.name!r} has times {'with' if field.type.tz else 'without'} a zone" for field in times
     )
     cure = "compare it with datetime(..., tzinfo=timezone.utc) or datetime(...), as the column is"
     return f"{text}: a time with a zone and one without cannot be compared; {which}; {cure}"

@@ -34,8 +34,8 @@ def read_block(
     """
     data = np.empty(block.length, np.uint8)
     for offset, length in [(block.offset, block.length)] if ranges is None else ranges:
-        at = offset - block.offset
-        read_into(block.shard, offset, data[at : at + length])
+        start = offset - block.offset
+        read_into(block.shard, offset, data[start : start + length])
     return data.data
 
 
@@ -64,25 +64,25 @@ class ColumnReader:
     ) -> None:
         self._catalog, self._codec, self._columns = catalog, codec, columns
         merged = catalog.schema
-        self._own = [self._of_shards(own, merged, with_all) for own in catalog.schemas]
+        self._parts = [self._of_shards(schema, merged, with_all) for schema in catalog.schemas]
 
-    def _of_shards(self, own: Mapping[str, ColumnSpec], merged: DatasetSchema, with_all: bool) -> _Own:
+    def _of_shards(self, schema: Mapping[str, ColumnSpec], merged: DatasetSchema, with_all: bool) -> _Own:
         fills = self._codec.widens
-        present = [name for name in self._columns if name in own or name not in merged or not fills]
-        both = [name for name in present if fills and name in own and name in merged]
+        present = [name for name in self._columns if name in schema or name not in merged or not fills]
+        both = [name for name in present if fills and name in schema and name in merged]
         others = {
-            name: replace(merged[name], note=merged.owner(name, own[name]))
+            name: replace(merged[name], note=merged.owner(name, schema[name]))
             for name in both
-            if own[name] is not merged[name] and not is_alike(own[name], merged[name])
+            if schema[name] is not merged[name] and not is_alike(schema[name], merged[name])
         }
         absent = {name: merged[name] for name in self._columns if name not in present}
         if with_all:
-            present += [name for name, spec in own.items() if spec.kind == "other" and not spec.is_index]
+            present += [name for name, spec in schema.items() if spec.kind == "other" and not spec.is_index]
         return _Own(present, others, absent)
 
     def of(self, block: Block) -> _Own:
         """Return what the block has of the columns."""
-        return self._own[self._catalog.schema_of(block)]
+        return self._parts[self._catalog.schema_of(block)]
 
     def read(self, block: Block, read_into: ReadInto) -> memoryview:
         """The stored bytes of the block, for `decode` or `table`; no others than the columns' are read."""
@@ -91,12 +91,12 @@ class ColumnReader:
 
     def decode(self, block: Block, data: memoryview) -> Columns:
         """The columns as arrays and spans; raises as `Format.decode` and `Format.decode_as` do."""
-        own = self.of(block)
-        if own.other_types:
-            columns = self._codec.decode_as(block, data, {**dict.fromkeys(own.present), **own.other_types})
+        part = self.of(block)
+        if part.other_types:
+            columns = self._codec.decode_as(block, data, {**dict.fromkeys(part.present), **part.other_types})
         else:
-            columns = self._codec.decode(block, data, own.present) if own.present else {}
-        for name, spec in own.absent.items():
+            columns = self._codec.decode(block, data, part.present) if part.present else {}
+        for name, spec in part.absent.items():
             columns[name] = missing_column(spec, block.num_samples, ABSENT)
         return columns
 
@@ -106,10 +106,10 @@ class ColumnReader:
         Nulls of no type, and columns that are not there, have the dataset's type; others their own.
         """
         assert isinstance(self._codec, TabularFormat)
-        own, columns = self.of(block), {}
-        flat = flattened(self._codec.table(block, data, own.present)) if own.present else None
+        part, columns = self.of(block), {}
+        flat = flattened(self._codec.table(block, data, part.present)) if part.present else None
         for name in self._columns:
-            array = None if flat is None or name in own.absent else flat.column(name)
+            array = None if flat is None or name in part.absent else flat.column(name)
             if array is None or pa.types.is_null(array.type):
                 array = pa.nulls(block.num_samples, arrow_type(self._catalog.schema[name]))
             columns[name] = array

@@ -140,14 +140,14 @@ def _add(group: dict[str, ColumnSpec], schema: Schema) -> None:
             group[name] = replace(group[name], optional=True)
 
 
-def _with_both_facts(one: ColumnSpec, other: ColumnSpec) -> ColumnSpec:
-    ranges = (one.size_range, other.size_range)
+def _with_both_facts(spec: ColumnSpec, other: ColumnSpec) -> ColumnSpec:
+    ranges = (spec.size_range, other.size_range)
     both = None if None in ranges else (min(r[0] for r in ranges if r), max(r[1] for r in ranges if r))
     return replace(
-        one,
+        spec,
         size_range=both,
-        optional=one.optional or other.optional,
-        items=max(one.items, other.items),
+        optional=spec.optional or other.optional,
+        items=max(spec.items, other.items),
     )
 
 
@@ -167,17 +167,17 @@ def merge_schemas(
     for url, schema in groups:
         for name, spec in schema.items():
             owners.setdefault(name, []).append((url, spec))
-    for name, own in owners.items():
-        if len(groups) == 1 and own[0][1].kind not in _NO_TYPES:  # nothing to compare it with
-            specs[name] = own[0][1]
+    for name, holders in owners.items():
+        if len(groups) == 1 and holders[0][1].kind not in _NO_TYPES:  # nothing to compare it with
+            specs[name] = holders[0][1]
             continue
-        conflict = _conflict(name, own, widens)
-        if conflict is None and not (widens or may_lack) and len(own) < len(groups):
+        conflict = _conflict(name, holders, widens)
+        if conflict is None and not (widens or may_lack) and len(holders) < len(groups):
             lacks = next(url for url, schema in groups if name not in schema)
-            conflict = _lacking(name, own[0], lacks, groups)
-        merged = own[0][1] if conflict else common_spec([spec for _, spec in own])
+            conflict = _lacking(name, holders[0], lacks, groups)
+        merged = holders[0][1] if conflict else common_spec([spec for _, spec in holders])
         assert merged is not None
-        if len(own) < len(groups) and not merged.optional:
+        if len(holders) < len(groups) and not merged.optional:
             merged = replace(merged, optional=True)
         if conflict:
             conflicts[name] = conflict
@@ -212,15 +212,15 @@ def _conflict(name: str, owners: Sequence[tuple[str, ColumnSpec]], widens: bool)
     return None
 
 
-def _contradiction(name: str, one: ColumnSpec, other: ColumnSpec, first: str, widens: bool) -> str | None:
-    if not is_alike(one, other) and (not widens or common_spec([one, other]) is None):
-        text = f"column {name!r} is {spec_text(other)} here but {spec_text(one)} in {first}"
-        zoned = {"tz=" in spec.unit for spec in (one, other) if spec.unit.startswith("timestamp")}
+def _contradiction(name: str, earlier: ColumnSpec, other: ColumnSpec, first: str, widens: bool) -> str | None:
+    if not is_alike(earlier, other) and (not widens or common_spec([earlier, other]) is None):
+        text = f"column {name!r} is {spec_text(other)} here but {spec_text(earlier)} in {first}"
+        zoned = {"tz=" in spec.unit for spec in (earlier, other) if spec.unit.startswith("timestamp")}
         if len(zoned) == 2:
             return f"{text}: times with a zone and times without one are never the same; {_TYPE_CURE}"
         return f"{text}; {_TYPE_CURE}"
-    labels = [spec for spec in (one, other) if spec.feature_type == "ClassLabel"]
-    if len(labels) == 2 and one.feature != other.feature:
+    labels = [spec for spec in (earlier, other) if spec.feature_type == "ClassLabel"]
+    if len(labels) == 2 and earlier.feature != other.feature:
         reason = f"the classes of column {name!r} have other names, or another order, than in {first}"
         return f"{reason}: its numbers would mean two things; {_TYPE_CURE}"
     return None

@@ -163,9 +163,9 @@ class Catalog:
     ) -> NDArray[np.int64]:
         """Bytes of decoded blocks with what it takes to bring the columns that are read to their types."""
         merged = self.schema if self.columns else {}
-        if all(own.get(name) is merged.get(name) for own in self.schemas for name in self.columns):
+        if all(schema.get(name) is merged.get(name) for schema in self.schemas for name in self.columns):
             return nbytes
-        growth = [growth_of(own, merged, self.columns) for own in self.schemas]
+        growth = [growth_of(schema, merged, self.columns) for schema in self.schemas]
         if not any(map(any, growth)):
             return nbytes
         number = self.shard_schemas[shard]
@@ -408,8 +408,8 @@ class Catalog:
             )
             catalog._validate()
             if catalog.url != url and (password_of := folder_of(url)) != (folder := folder_of(catalog.url)):
-                beside = (one for one in catalog.urls if one.startswith(folder))
-                catalog = catalog.signed_by(password_of + one.removeprefix(folder) for one in beside)
+                beside = (shard for shard in catalog.urls if shard.startswith(folder))
+                catalog = catalog.signed_by(password_of + shard.removeprefix(folder) for shard in beside)
         except _UNFIT as error:
             raise damaged(url, error) from error
         return catalog
@@ -422,7 +422,7 @@ class Catalog:
         for name, value in self.options.items() if self.format in ENTRIES else ():
             if type(value) is not kinds.get(name, str):
                 raise TypeError(f"option {name} is {value!r}")
-        codec, specs = self.known_codec, (spec for own in self.schemas for spec in own.values())
+        codec, specs = self.known_codec, (spec for schema in self.schemas for spec in schema.values())
         if codec is not None and any(spec.kind == "bytes_list" for spec in specs):
             from sharding.formats.arrow.columns import TabularFormat
 

@@ -102,7 +102,7 @@ def _common_time(units: Collection[str]) -> tuple[str, str] | None:
 def _with_facts(merged: ColumnSpec, specs: Sequence[ColumnSpec]) -> ColumnSpec:
     """The type with what is known of values in all shards."""
     ranges = [spec.size_range for spec in specs if spec.kind != "null"]
-    known = [one for one in ranges if one is not None]
+    known = [size_range for size_range in ranges if size_range is not None]
     both = (min(low for low, _ in known), max(high for _, high in known)) if known else None
     return replace(
         merged,

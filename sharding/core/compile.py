@@ -68,9 +68,9 @@ def compile_core(library: Path = LIBRARY) -> None:
 
 def contract_version() -> int:
     """Return the `core_version` that a library must give that is made from the header beside this file."""
-    found = re.search(r"^#define CORE_VERSION (\d+)", HEADER.read_text("utf-8"), re.MULTILINE)
-    assert found, f"{HEADER} has no CORE_VERSION"
-    return int(found[1])
+    match = re.search(r"^#define CORE_VERSION (\d+)", HEADER.read_text("utf-8"), re.MULTILINE)
+    assert match, f"{HEADER} has no CORE_VERSION"
+    return int(match[1])
 
 
 def _zig() -> list[tuple[str, ...]]:
@@ -92,12 +92,12 @@ def _reason_against(library: Path, command: tuple[str, ...]) -> str:
     compiler for another processor or C library succeeds, too.
     """
     with TemporaryDirectory(prefix=f"{library.name}.", dir=library.parent) as folder:
-        made = Path(folder) / library.name
+        new_library = Path(folder) / library.name
         # zig would leave its run-time library in the user's cache.
         caches = dict.fromkeys(("ZIG_LOCAL_CACHE_DIR", "ZIG_GLOBAL_CACHE_DIR"), folder)
         try:
             done = subprocess.run(
-                [*command, *FLAGS, "-o", str(made), *map(str, SOURCES)],
+                [*command, *FLAGS, "-o", str(new_library), *map(str, SOURCES)],
                 env={**os.environ, **caches},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -107,12 +107,12 @@ def _reason_against(library: Path, command: tuple[str, ...]) -> str:
             )
             if done.returncode:
                 return done.stderr.strip() or f"exit code {done.returncode}"
-            version = ctypes.CDLL(str(made)).core_version()
+            version = ctypes.CDLL(str(new_library)).core_version()
         except (OSError, AttributeError, subprocess.TimeoutExpired) as error:
             return str(error)
         if version != contract_version():
             return f"core_version gives {version}, and {HEADER.name} has {contract_version()}"
-        made.replace(library)
+        new_library.replace(library)
     return ""
 
 

@@ -60,11 +60,11 @@ def loaded(load: Callable[[str], Any], path: Path) -> Any:
     """The library with its functions' types, if it is of this version."""
     try:
         library = load(str(path))
-        found = library.core_version()
+        version = library.core_version()
     except (OSError, AttributeError) as error:
         raise ImportError(f"the compiled core cannot be loaded: {error}. {_CURE}") from error
-    if found != VERSION:
-        raise ImportError(f"the compiled core {path} is of version {found}, not {VERSION}. {_CURE}")
+    if version != VERSION:
+        raise ImportError(f"the compiled core {path} is of version {version}, not {VERSION}. {_CURE}")
     for name, types in _FUNCTIONS.items():
         arguments, result = types.split(":")
         function = getattr(library, name)

@@ -37,8 +37,8 @@ class HubAccess:
 
     def is_hub(self, url: str) -> bool:
         """Return whether a URL is of the Hub's own origin, the only one that gets the token."""
-        parts, own = urlsplit(url), urlsplit(self.endpoint)
-        return (parts.scheme, parts.netloc) == (own.scheme, own.netloc)
+        parts, endpoint = urlsplit(url), urlsplit(self.endpoint)
+        return (parts.scheme, parts.netloc) == (endpoint.scheme, endpoint.netloc)
 
     def headers(self) -> dict[str, str]:
         """Return the headers that tell the Hub who asks; to be sent to the Hub only.

@@ -135,10 +135,10 @@ def ask_files(access: HubAccess, repo: str, revision: str, is_late: IsLate) -> t
     siblings = answer.checked(info.get("siblings") or [], list, "'siblings'")
     if len(siblings) >= _COMPLETE_BELOW:
         return commit, None
-    entries = [answer.checked(one, dict, "'siblings'") for one in siblings]
-    if any(one.get("size") is None for one in entries):
+    entries = [answer.checked(sibling, dict, "'siblings'") for sibling in siblings]
+    if any(entry.get("size") is None for entry in entries):
         return commit, None
-    return commit, dict(_file(answer, one, "rfilename") for one in entries)
+    return commit, dict(_file(answer, entry, "rfilename") for entry in entries)
 
 
 def ask_tree(access: HubAccess, repo: str, commit: str, is_late: IsLate) -> Files:
@@ -149,10 +149,10 @@ def ask_tree(access: HubAccess, repo: str, commit: str, is_late: IsLate) -> File
     url = f"{access.endpoint}/api/datasets/{repo}/tree/{commit}?recursive=true"
     while url:
         answer = ask(access, url, _LISTING_BYTES, is_late)
-        entries = [answer.checked(one, dict, "a file") for one in answer.json(list)]
-        files |= dict(_file(answer, one, "path") for one in entries if one.get("type") == "file")
+        entries = [answer.checked(entry, dict, "a file") for entry in answer.json(list)]
+        files |= dict(_file(answer, entry, "path") for entry in entries if entry.get("type") == "file")
         url, num_before = answer.next_url, len(seen)
-        seen.update(answer.checked(one.get("path"), str, "'path'") for one in entries)
+        seen.update(answer.checked(entry.get("path"), str, "'path'") for entry in entries)
         if url and (len(seen) == num_before or len(seen) > _MOST_FILES):
             raise BrokenAnswerError(f"{answer.host} lists files without an end: {len(seen):,} until now")
     return files

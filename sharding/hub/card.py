@@ -82,14 +82,14 @@ def yaml_value(text: str, what: str, *, key: str = "", needs: str = NO_HUB) -> A
 
 
 def _configs(head: str, what: str) -> list[dict[str, Any]]:
-    found = yaml_value(head, what, key="configs")
-    if found is None:
+    value = yaml_value(head, what, key="configs")
+    if value is None:
         return []
-    if not isinstance(found, list) or not all(
-        isinstance(one, dict) and "config_name" in one for one in found
+    if not isinstance(value, list) or not all(
+        isinstance(config, dict) and "config_name" in config for config in value
     ):
-        raise ValueError(f"configs in {what} must be a list of configs with config_name, got {found!r:.200}")
-    return found
+        raise ValueError(f"configs in {what} must be a list of configs with config_name, got {value!r:.200}")
+    return value
 
 
 def _child(node: Any, name: str) -> Any:
@@ -105,6 +105,6 @@ def _num_values(node: Any, known: dict[int, float]) -> float:
         return 1
     if id(node) not in known:
         known[id(node)] = float("inf")
-        children = [one for pair in node.value for one in (pair if node.id == "mapping" else (pair,))]
-        known[id(node)] = 1 + sum(_num_values(one, known) for one in children)
+        children = [child for pair in node.value for child in (pair if node.id == "mapping" else (pair,))]
+        known[id(node)] = 1 + sum(_num_values(child, known) for child in children)
     return known[id(node)]

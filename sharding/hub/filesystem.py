@@ -53,7 +53,7 @@ class HubFileSystem(AsyncFileSystem):  # type: ignore[misc]
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
         if isinstance(path, list):
-            return [cls._strip_protocol(one) for one in path]
+            return [cls._strip_protocol(item) for item in path]
         return str(path).removeprefix("hf://").rstrip("/")
 
     def file_address(self, path: str) -> str:
@@ -65,9 +65,9 @@ class HubFileSystem(AsyncFileSystem):  # type: ignore[misc]
     async def _snapshot(self, name: HubName) -> Snapshot:
         def look() -> Snapshot:
             if name.is_pinned and (
-                kept := Snapshot.kept(self.access.endpoint, name.repo, str(name.revision))
+                local_copy := Snapshot.kept(self.access.endpoint, name.repo, str(name.revision))
             ):
-                return kept
+                return local_copy
             snapshot = fetch_snapshot(self.access, name, self._is_late())
             snapshot.keep()
             return snapshot

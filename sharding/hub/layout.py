@@ -108,13 +108,13 @@ def _config(
     configs: Sequence[Mapping[str, Any]], name: str | None, where: str
 ) -> tuple[str, Mapping[str, Any]]:
     """The config of a name, or the default one: what it is called, and what it says."""
-    for one in configs:
-        if not isinstance(one.get("data_files"), (str, list, dict, type(None))):
-            what = f"data_files of config {one['config_name']!r} of {where}"
-            raise ValueError(f"{what} is {one['data_files']!r}")
-    known = {str(one["config_name"]): one for one in configs} or {"default": {}}
+    for config in configs:
+        if not isinstance(config.get("data_files"), (str, list, dict, type(None))):
+            what = f"data_files of config {config['config_name']!r} of {where}"
+            raise ValueError(f"{what} is {config['data_files']!r}")
+    known = {str(config["config_name"]): config for config in configs} or {"default": {}}
     if name is None:
-        default = [n for n, one in known.items() if len(known) == 1 or n == "default" or one.get("default")]
+        default = [n for n, c in known.items() if len(known) == 1 or n == "default" or c.get("default")]
         if len(default) != 1:
             several = f"has {len(default)} default configs" if default else "has no default config"
             raise ValueError(f"config must be one of {listed(known)}, as {where} {several}; got None")
@@ -125,35 +125,35 @@ def _config(
 
 
 def _patterns(
-    given: Any, paths: Sequence[str], data_dir: str, where: str, config: str
+    data_files: Any, paths: Sequence[str], data_dir: str, where: str, config: str
 ) -> dict[str, list[str]]:
     """Return the patterns of each split.
 
-    `given` are files as in YAML: pattern, patterns, or patterns of each split; None: the default patterns.
+    `data_files` is as in YAML: pattern, patterns, or patterns of each split; None: the default patterns.
     """
-    if given is None:
-        if found := _default_patterns(paths, data_dir):
-            return found
+    if data_files is None:
+        if defaults := _default_patterns(paths, data_dir):
+            return defaults
         raise DataflowError(f"{where} holds no data files" + f" in {data_dir}" * bool(data_dir))
-    if isinstance(given, str):
-        return {"train": [given]}
-    if isinstance(given, Mapping):
-        return {str(split): _listed(patterns) for split, patterns in given.items()}
-    if not any(isinstance(one, Mapping) for one in given):
-        return {"train": [str(one) for one in given]}
+    if isinstance(data_files, str):
+        return {"train": [data_files]}
+    if isinstance(data_files, Mapping):
+        return {str(split): _listed(patterns) for split, patterns in data_files.items()}
+    if not any(isinstance(entry, Mapping) for entry in data_files):
+        return {"train": [str(entry) for entry in data_files]}
     splits: dict[str, list[str]] = {}
-    for one in given:
-        if not isinstance(one, Mapping) or set(one) != {"split", "path"} or str(one["split"]) in splits:
+    for entry in data_files:
+        if not isinstance(entry, Mapping) or set(entry) != {"split", "path"} or str(entry["split"]) in splits:
             raise ValueError(
                 f"data_files of config {config!r} of {where} must name each split once, with path; "
-                f"got {one!r}"
+                f"got {entry!r}"
             )
-        splits[str(one["split"])] = _listed(one["path"])
+        splits[str(entry["split"])] = _listed(entry["path"])
     return splits
 
 
 def _listed(patterns: Any) -> list[str]:
-    return [str(one) for one in patterns] if isinstance(patterns, (list, tuple)) else [str(patterns)]
+    return [str(pattern) for pattern in patterns] if isinstance(patterns, (list, tuple)) else [str(patterns)]
 
 
 def _default_patterns(paths: Sequence[str], data_dir: str) -> dict[str, list[str]]:
@@ -171,13 +171,13 @@ def _default_patterns(paths: Sequence[str], data_dir: str) -> dict[str, list[str
         ordered = [name for name in KEYWORDS if name in names] + sorted(names - KEYWORDS.keys())
         return {name: [_SHARDED.format(split=name)] for name in ordered}
     for shapes in (_IN_FOLDER_NAME, _IN_FILE_NAME):
-        found = {}
+        splits = {}
         for split, words in KEYWORDS.items():
             patterns = [shape.format(keyword=word, sep=_SEPARATORS) for word in words for shape in shapes]
             if any(_matching(pattern, paths, data_dir) for pattern in patterns):
-                found[split] = patterns
-        if found:
-            return found
+                splits[split] = patterns
+        if splits:
+            return splits
     return {"train": ["**"]} if _matching("**", paths, data_dir) else {}
 
 
@@ -275,14 +275,14 @@ def _of_one_format(files: Sequence[str], format: str, label: str) -> list[str]: 
         text = f"{label} has no data files among its {len(files)} files"
         raise DataflowError(f"{text}; give format= if those without an ending are some")
     names = list(ENTRIES)
-    kind = max(counts, key=lambda one: (counts[one], one == "parquet", one in names, one))
+    kind = max(counts, key=lambda ending: (counts[ending], ending == "parquet", ending in names, ending))
     if kind not in names and format == "auto":
-        _refuse_unsupported([path for path, one in kinds.items() if one == kind], label)
+        _refuse_unsupported([path for path, ending in kinds.items() if ending == kind], label)
         raise DataflowError(
             f"{label} consists of {counts[kind]:,} files that end in {kind!r}, which are not read "
             f"(read are: {', '.join(names)}); give format= if they are one of these"
         )
-    return [path for path, one in kinds.items() if one == kind]
+    return [path for path, ending in kinds.items() if ending == kind]
 
 
 def _kind(path: str, format: str) -> str | None:  # noqa: A002

@@ -44,8 +44,8 @@ class HubName(Struct, frozen=True):
     @property
     def url(self) -> str:
         """Return its URL, for fsspec."""
-        at = "" if self.revision is None else f"@{quote(self.revision, safe='')}"
-        return f"hf://datasets/{self.repo}{at}" + (f"/{self.path}" if self.path else "")
+        suffix = "" if self.revision is None else f"@{quote(self.revision, safe='')}"
+        return f"hf://datasets/{self.repo}{suffix}" + (f"/{self.path}" if self.path else "")
 
 
 def is_commit(revision: str) -> bool:

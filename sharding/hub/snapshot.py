@@ -117,8 +117,8 @@ def fetch_snapshot(access: HubAccess, name: HubName, is_late: IsLate) -> Snapsho
     """
     with _hub_errors(name, access):
         commit, files = ask_files(access, name.repo, name.revision or DEFAULT_REVISION, is_late)
-        if (kept := Snapshot.kept(access.endpoint, name.repo, commit)) is not None:
-            return kept
+        if (local_copy := Snapshot.kept(access.endpoint, name.repo, commit)) is not None:
+            return local_copy
         if files is None:
             files = ask_tree(access, name.repo, commit, is_late)
         pinned = HubName(name.repo, commit, "")

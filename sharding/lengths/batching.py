@@ -100,9 +100,9 @@ class BatchedColumns:
     @property
     def told(self) -> Mapping[str, Any]:
         """Return what `lengths` says, by column."""
-        given = self.lengths
-        is_by_column = isinstance(given, Mapping) and given and all(isinstance(name, str) for name in given)
-        return cast("Mapping[str, Any]", given) if is_by_column else {self.columns[0]: given}
+        value = self.lengths
+        is_by_column = isinstance(value, Mapping) and value and all(isinstance(name, str) for name in value)
+        return cast("Mapping[str, Any]", value) if is_by_column else {self.columns[0]: value}
 
     @property
     def most_costs(self) -> Mapping[str, int]:
@@ -183,7 +183,7 @@ class BatchedColumns:
         """Return the facts that decide about the units, as JSON types, without `lengths`."""
         # A state may be gone on with other columns.
         left_out = "lengths", "lengths_key", "columns", "whole", "pad", "balance", "balance_group", "budget"
-        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in left_out}
+        values = {fact.name: getattr(self, fact.name) for fact in fields(self) if fact.name not in left_out}
         if self.balance is not None:  # states from before it have none
             values |= {"balance": resolve_name(BALANCE_MARK)(self), "balance_group": self.balance_group}
         if self.most_costs:
@@ -211,10 +211,8 @@ class Packed(BatchedColumns):
             or one of these a source, as a list or by dataset.
         lengths_key: names the lengths of samples that a transform makes, so that later runs know them: change
             it when the transform changes. A transform with a `fingerprint` needs none.
-        window: samples of a packing window: consecutive ones that are planned together, and whose blocks are
-        in
-            memory. None: 16,384, less where samples are large for the memory limit, or where lengths are
-            measured.
+        window: samples of a packing window: consecutive ones, planned together, with their blocks in memory.
+            None: 16,384, less where samples are large for the memory limit, or where lengths are measured.
         balance: a column of costs, or a function of lengths: rows of like cost come in the same step on all
             ranks. See `BatchedColumns.balance`.
         balance_group: rows of like cost that follow one another, 64: those of a step, or a multiple.

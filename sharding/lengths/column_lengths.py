@@ -57,8 +57,8 @@ def resolve_lengths(
             f"got {lengths.dtype} of shape {lengths.shape}"
         )
     if len(lengths) and int(lengths.min()) < 0:
-        at = int(np.argmin(lengths))
-        raise ValueError(f"lengths must be >= 0, got {int(lengths[at])} for sample {at}")
+        sample = int(np.argmin(lengths))
+        raise ValueError(f"lengths must be >= 0, got {int(lengths[sample])} for sample {sample}")
     return _narrow(lengths)
 
 
@@ -79,7 +79,7 @@ def column_lengths(
     catalog.schema.check([column])
     if spec.kind == "fixed" and spec.shape:
         lengths = np.full(catalog.num_samples, spec.shape[0], np.int32)
-        table, of_schema = catalog.blocks, np.array([column in own for own in catalog.schemas])
+        table, of_schema = catalog.blocks, np.array([column in schema for schema in catalog.schemas])
         has_it = np.repeat(of_schema[catalog.shard_schemas[table.shard]], table.num_samples)
         return np.where(has_it, lengths, MISSING)
     if spec.kind == "fixed" and np.dtype(spec.dtype).kind not in "iu":
@@ -88,7 +88,7 @@ def column_lengths(
 
     def of_shard(number: int) -> list[NDArray[np.integer]]:
         return [
-            of_block(catalog.block(at)) for at in range(*catalog.first_block[number : number + 2].tolist())
+            of_block(catalog.block(row)) for row in range(*catalog.first_block[number : number + 2].tolist())
         ]
 
     def of_block(block: Block) -> NDArray[np.integer]:
@@ -107,8 +107,8 @@ def _decoded(block: Block, values: Column) -> NDArray[np.integer]:
     lacks = values.lacks if isinstance(values, Masked) else np.zeros(len(values), np.int8)
     numbers: NDArray[Any] = values.values if isinstance(values, Masked) else values
     if (numbers[lacks == 0] < 0).any():
-        at = int(np.flatnonzero((lacks == 0) & (numbers < 0))[0])
-        raise ValueError(f"lengths must be >= 0, got {numbers[at]} for sample {block.first_sample + at}")
+        row = int(np.flatnonzero((lacks == 0) & (numbers < 0))[0])
+        raise ValueError(f"lengths must be >= 0, got {numbers[row]} for sample {block.first_sample + row}")
     return np.where(lacks == 0, numbers.astype(np.int64), MISSING)
 
 

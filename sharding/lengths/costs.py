@@ -69,13 +69,13 @@ def _costs(batching: Batching, lengths: Mapping[str, NDArray[np.int64]]) -> NDAr
     """The costs of segments. `ValueError` where a function returns no whole numbers >= 0."""
     if not callable(batching.balance):
         return lengths[batching.balance or ""]
-    made, size = np.asarray(batching.balance(lengths)), len(lengths[batching.columns[0]])
-    if made.shape != (size,) or made.dtype.kind not in "iu" or (made < 0).any():
+    costs, size = np.asarray(batching.balance(lengths)), len(lengths[batching.columns[0]])
+    if costs.shape != (size,) or costs.dtype.kind not in "iu" or (costs < 0).any():
         raise ValueError(
             f"balance= must return {size} integers >= 0, a cost for each segment, and returned "
-            f"{made.dtype} of shape {made.shape}"
+            f"{costs.dtype} of shape {costs.shape}"
         )
-    return made
+    return costs
 
 
 def balance_mark(batching: Batching) -> str:
@@ -85,8 +85,8 @@ def balance_mark(batching: Batching) -> str:
     if mark := str(getattr(batching.balance, "fingerprint", "") or ""):
         return f"function {mark}"
     names = (*batching.columns, *batching.cost_columns)
-    made = _costs(batching, {name: _PROBE + at for at, name in enumerate(names)}).astype("<i8")
-    return f"function {hashlib.blake2b(made.tobytes(), digest_size=8).hexdigest()}"
+    costs = _costs(batching, {name: _PROBE + index for index, name in enumerate(names)}).astype("<i8")
+    return f"function {hashlib.blake2b(costs.tobytes(), digest_size=8).hexdigest()}"
 
 
 def within_budget(
@@ -127,10 +127,10 @@ def within_budget(
     out, weight = row.copy(), np.maximum(share, lengths / length)[moved]
     for segment in moved[np.argsort(-weight, kind="stable")].tolist():
         fits = np.flatnonzero((room >= lengths[segment]) & (left >= costs[segment]).all(axis=1))
-        at = fits[np.argmin(room[fits])]  # the empty ones are last
-        room[at] -= lengths[segment]
-        left[at] -= costs[segment]
-        out[segment] = at
+        target = fits[np.argmin(room[fits])]  # the empty ones are last
+        room[target] -= lengths[segment]
+        left[target] -= costs[segment]
+        out[segment] = target
     used, out = np.unique(out, return_inverse=True)
     return out.astype(np.int64), len(used)
 

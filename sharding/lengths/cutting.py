@@ -220,8 +220,7 @@ def bucket(
     """Batches of `batch_size` samples of one bucket.
 
     What is left over of each bucket, fewer than `batch_size` samples, is put together with that of its
-    neighbours, so that a packing window of n samples has `ceil(n / batch_size)` batches and at most one is
-    short.
+    neighbours, so a packing window of n samples has `ceil(n / batch_size)` batches and at most one is short.
 
     Args:
         lengths: [n].

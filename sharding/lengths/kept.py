@@ -95,9 +95,9 @@ class KeptLengths:
     def note(self, samples: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
         """Note the lengths of some samples."""
         known = (lengths_in(lengths) != LEFT_OUT) & (np.atleast_2d(lengths.T) <= _MOST).all(axis=0)
-        samples, at = np.unique(samples[known], return_index=True)  # a balanced one comes again
+        samples, index = np.unique(samples[known], return_index=True)  # a balanced one comes again
         num_new = int(np.count_nonzero(self.lengths[samples] == LEFT_OUT))
-        self.lengths[samples] = lengths[known][at]
+        self.lengths[samples] = lengths[known][index]
         self._num_missing -= num_new
         self._num_unsaved += num_new
 
@@ -121,9 +121,9 @@ class KeptLengths:
         parts = [part for column in np.atleast_2d(whole.T) for part in np.split(column, ends[:-1])]
         try:
             private_folder(user_folder("lengths"))
-            for of, own in zip(chain(*self._files), parts, strict=True):
+            for of, numbers in zip(chain(*self._files), parts, strict=True):
                 data = io.BytesIO()
-                np.save(data, own, allow_pickle=False)
+                np.save(data, numbers, allow_pickle=False)
                 file = NewFile(of.path, overwrite=True)
                 file.write(data.getvalue())
                 file.commit()

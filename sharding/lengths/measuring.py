@@ -99,7 +99,7 @@ class SharePlan(PackingWindowPlan):
         *,
         batch_size: int,
     ) -> None:
-        self.bounds, self._own = bounds, lru_cache(_KEPT_OWN)(own)
+        self.bounds, self._places = bounds, lru_cache(_KEPT_OWN)(own)
         self.first_item = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
         """Samples of this rank before each packing window, and all, int64 [packing windows + 1]."""
         num_items = int(self.first_item[-1])
@@ -113,14 +113,14 @@ class SharePlan(PackingWindowPlan):
             return items, sizes
         first, end = int(items[0]), int(items[-1]) + 1  # they follow one another
         m0, m1 = np.searchsorted(self.first_item, [first, end - 1], side="right") - 1
-        positions = np.concatenate([self._own(m) for m in range(int(m0), int(m1) + 1) if self._count(m)])
+        positions = np.concatenate([self._places(m) for m in range(int(m0), int(m1) + 1) if self._count(m)])
         return positions[first - int(self.first_item[m0]) :][: end - first], sizes
 
     def _count_own(self, packing_window: int) -> NDArray[np.bool_]:
         first, end = self.bounds[packing_window : packing_window + 2].tolist()
         mask = np.zeros(end - first, bool)
         if self._count(packing_window):
-            mask[self._own(packing_window) - first] = True
+            mask[self._places(packing_window) - first] = True
         return mask
 
     def _count(self, packing_window: int) -> int:

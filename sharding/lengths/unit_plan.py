@@ -57,8 +57,7 @@ LEFT_OUT = -1
 UNKNOWN = 1 << 62
 """Batches of an epoch of which nobody knows yet how many it has."""
 _FEW = 4
-"""An epoch with fewer packing windows than this of `Batching.least_samples` has as many samples in the first
-one."""
+"""An epoch of less than so many times `Batching.least_samples` has as many in its first packing window."""
 _KEPT_EPOCHS = 3
 """The loader and its stream, which is an epoch ahead at times, ask for the same ones."""
 _KEPT_PACKING_WINDOWS = 4
@@ -139,8 +138,7 @@ class UnitSequence:
     def first_unit(self) -> NDArray[np.int64]:
         """Number of the first unit of each packing window that is known, and of the one to be measured next.
 
-        At the end of the epoch, int64 [packing windows + 1]. Before the first packing window that is known,
-        `begin`.
+        At the end of the epoch, int64 [packing windows + 1]. Before the first that is known, `begin`.
         """
         return self._known[0]
 
@@ -177,14 +175,14 @@ class UnitSequence:
 
     def cut(self, packing_window: int, lengths: NDArray[np.integer]) -> PackingWindow:
         """Units of a packing window, from the lengths of its samples, [n]; `LEFT_OUT` for those in none."""
-        made = np.flatnonzero(lengths_in(lengths) != LEFT_OUT)
+        positions = np.flatnonzero(lengths_in(lengths) != LEFT_OUT)
         key, before = self._key_of(packing_window), 0
         if self.batching.balance is not None:  # all before are known
             before = int(self.first_unit[packing_window])
-        if len(made) == len(lengths):
+        if len(positions) == len(lengths):
             return self.batching.planned(lengths, key, before)
-        units = self.batching.planned(lengths[made], key, before)  # what it chooses is by these alone
-        return replace(units, segments=replace(units.segments, position=made[units.segments.position]))
+        units = self.batching.planned(lengths[positions], key, before)  # what it chooses is by these alone
+        return replace(units, segments=replace(units.segments, position=positions[units.segments.position]))
 
     def add(self, packing_window: int, lengths: NDArray[np.integer]) -> PackingWindow:
         """Note what was measured of a packing window; its units. `ValueError` if they were others before."""
@@ -247,9 +245,9 @@ class UnitSequence:
         cuts = [0, *(np.flatnonzero(np.diff(packing_windows)) + 1).tolist(), len(units)]
         for begin, end in pairwise(cuts) if len(units) else ():
             packing_window = int(packing_windows[begin])
-            plan, own = (units_of or self.units)(packing_window), units[begin:end] - firsts[packing_window]
-            counts[begin:end] = np.diff(plan.first)[own]
-            rows = ranges(plan.first[own], counts[begin:end])
+            plan, places = (units_of or self.units)(packing_window), units[begin:end] - firsts[packing_window]
+            counts[begin:end] = np.diff(plan.first)[places]
+            rows = ranges(plan.first[places], counts[begin:end])
             parts.append(plan.segments.take(rows).shifted(int(self.bounds[packing_window])))
         return joined(parts), counts
 
@@ -269,8 +267,8 @@ class PackingWindowPlan(RankPlan):
         # Of a mixture's window, some may come in another epoch; and what is behind a part, in the next one.
         indices = np.flatnonzero((positions >= 0) & (positions < self.bounds[-1]))
         positions, counts = positions[indices], np.zeros(len(indices), np.int64)
-        for packing_window, at in windows_touched(np.searchsorted(self.bounds, positions, side="right") - 1):
-            counts[at] = self._own_counts(packing_window)[positions[at] - self.bounds[packing_window]]
+        for packing_window, nth in windows_touched(np.searchsorted(self.bounds, positions, side="right") - 1):
+            counts[nth] = self._own_counts(packing_window)[positions[nth] - self.bounds[packing_window]]
         return np.repeat(indices, counts)
 
     @cached_property
@@ -414,15 +412,15 @@ class UnitPlan(PackingWindowPlan):
         sequence = self.sequence
         first, end = sequence.bounds[packing_window : packing_window + 2].tolist()
         first_unit, end_unit = sequence.first_unit[packing_window : packing_window + 2].tolist()
-        own: NDArray[np.int64] | None = np.empty(0, np.int64)
+        items: NDArray[np.int64] | None = np.empty(0, np.int64)
         if first_unit < end_unit:
-            own = self.batch_plan.rank_items(first_unit, end_unit)
-        if own is None:
+            items = self.batch_plan.rank_items(first_unit, end_unit)
+        if items is None:
             assert sequence.lengths is not None
             lengths = sequence.lengths[first:end]
             counts = np.where(lengths < 0, 0, sequence.batching.num_segments(lengths))
         else:
-            counts = np.bincount(sequence.take(own)[0].position - first, minlength=end - first)
+            counts = np.bincount(sequence.take(items)[0].position - first, minlength=end - first)
         return counts.astype(np.min_scalar_type(counts.max(initial=0)))
 
 
@@ -451,7 +449,7 @@ class UnitPlanner:
         mean_length: float | None = None,
         num_in_token: int | None = None,
     ) -> None:
-        self._own = self.batching = batching.with_window(window)
+        self._base_batching = self.batching = batching.with_window(window)
         self.sizes = lengths
         self._is_window_given, self._measured_as = batching.window is not None, measured_as
         self._mean_length, self._num_in_token = mean_length, num_in_token
@@ -462,8 +460,8 @@ class UnitPlanner:
 
     def __getstate__(self) -> dict[str, object]:
         """A copy knows what was measured so far, and finds units by itself."""
-        kept = {} if self.lengths is not None else dict(self._sequences)
-        return {**self.__dict__, "_sequences": kept}
+        sequences = {} if self.lengths is not None else dict(self._sequences)
+        return {**self.__dict__, "_sequences": sequences}
 
     @property
     def lengths(self) -> NDArray[np.integer] | None:
@@ -488,9 +486,9 @@ class UnitPlanner:
         """
         name = order.seed, order.epoch, order.shuffle
         items = [*self._sequences.items()]
-        kept = [sequence for (other, begin), sequence in items if other == name and begin <= unit]
-        if kept:
-            return max(kept, key=lambda sequence: sequence.at(unit)[1])
+        sequences = [sequence for (other, begin), sequence in items if other == name and begin <= unit]
+        if sequences:
+            return max(sequences, key=lambda sequence: sequence.at(unit)[1])
         begin, lengths = BEGIN, None
         if self._start.epoch == order.epoch and (unit >= self._start.unit or order.known_from):
             begin = self._start
@@ -552,7 +550,7 @@ class UnitPlanner:
 
         Its packing window is taken where the user gave none; without a token, an epoch begins as it was made.
         """
-        window, batching = token.get("window"), self._own
+        window, batching = token.get("window"), self._base_batching
         if not self._is_window_given and type(window) is int and window >= 1:
             batching = replace(batching, window=window)
         return self._with(batching=batching, _start=PackingWindowStart.from_json(token, epoch))
@@ -584,7 +582,7 @@ class UnitPlanner:
         """Tell lengths, and costs, from others."""
         columns = zip(("lengths", "costs"), np.split(np.atleast_2d(self._token_lengths.T), [1]), strict=True)
         data = {name: column.astype("<i8").tobytes() for name, column in columns if len(column)}
-        return {name: hashlib.blake2b(own, digest_size=8).hexdigest() for name, own in data.items()}
+        return {name: hashlib.blake2b(content, digest_size=8).hexdigest() for name, content in data.items()}
 
     @property
     def _token_lengths(self) -> NDArray[np.integer]:

@@ -3,9 +3,8 @@
 An epoch's positions are cut into *packing windows* of consecutive positions, each planned on its own from the
 lengths of its samples. The plan of a packing window is a list of *units*, each a list of *segments* of
 samples: a packed row, or a batch of samples of like length. Packing windows are closed: all segments of a
-sample are in units of its own one. So a unit follows from the lengths of one packing window, whether they
-were known before or are measured on the way, and the number of units in all packing windows before counts
-them.
+sample are in units of its own one. So a unit follows from the lengths of one packing window, known before
+or measured on the way, and the number of units in all packing windows before counts them.
 
 The first packing windows of an epoch are small and double, so that the first batch waits for few reads. Of an
 epoch that has few rows, so much would be left unfilled in them that they are larger.
@@ -63,7 +62,7 @@ class LengthStats:
     def total(cls, parts: Iterable[LengthStats]) -> LengthStats:
         """Sum the counts, field by field."""
         terms = list(parts)
-        return cls(**{one.name: sum(getattr(term, one.name) for term in terms) for one in fields(cls)})
+        return cls(**{field.name: sum(getattr(term, field.name) for term in terms) for field in fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -161,10 +160,10 @@ class BatchSegments:
     def one(self, batch: int) -> BatchSegments:
         """A batch alone, counted from 0."""
         first, row = int(self.sizes[:batch].sum()), int(self.rows[:batch].sum())
-        own = slice(batch, batch + 1)
+        batches = slice(batch, batch + 1)
         segments = self.segments.take(slice(first, first + int(self.sizes[batch])))
         of_row = self.segments_of_row[row : row + int(self.rows[batch])]
-        return BatchSegments(segments, self.sizes[own], self.rows[own], of_row)
+        return BatchSegments(segments, self.sizes[batches], self.rows[batches], of_row)
 
     def keep(self, segments: NDArray[np.int64]) -> BatchSegments:
         """Only some segments of one batch, ascending; its rows stay, if need be empty."""

@@ -107,40 +107,40 @@ class Interleaving:
         draws = positions // self.run_length if self.run_length > 1 else positions
         first, last = np.searchsorted(self._starts, (draws.min(), draws.max()), side="right") - 1
         if first == last:
-            source, index = self._locate_in(int(first), draws)
+            component, index = self._locate_in(int(first), draws)
         else:
             phase = np.searchsorted(self._starts, draws, side="right") - 1
-            source, index = np.empty(len(draws), np.int32), np.empty(len(draws), np.int64)
+            component, index = np.empty(len(draws), np.int32), np.empty(len(draws), np.int64)
             for number in range(int(first), int(last) + 1):
                 here = phase == number
-                source[here], index[here] = self._locate_in(number, draws[here])
+                component[here], index[here] = self._locate_in(number, draws[here])
         if self.run_length > 1:
             index = index * self.run_length + (positions - draws * self.run_length)
-        index += self.first[source]
-        return source, index
+        index += self.first[component]
+        return component, index
 
     def _locate_in(self, phase: int, draws: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        source, index = self.phases[phase].pattern.locate(draws - self._starts[phase])
-        index += self._before[phase][source]
-        return source, index
+        component, index = self.phases[phase].pattern.locate(draws - self._starts[phase])
+        index += self._before[phase][component]
+        return component, index
 
-    def positions(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The inverse of `locate`, int64 [n]: where a source's samples come; -1: not from `begin` on."""
+    def positions(self, component: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The inverse of `locate`, int64 [n]: where a component's samples come; -1: not from `begin` on."""
         index = np.asarray(index, np.int64)
         out = np.empty(len(index), np.int64)
-        for at in range(0, len(index), _CHUNK):
-            out[at : at + _CHUNK] = self._positions(source, index[at : at + _CHUNK])
+        for start in range(0, len(index), _CHUNK):
+            out[start : start + _CHUNK] = self._positions(component, index[start : start + _CHUNK])
         return out
 
-    def _positions(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        index = index - self.first[source]
+    def _positions(self, component: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        index = index - self.first[component]
         nth = index // self.run_length
-        phase = np.searchsorted(self._before[1:, source], nth, side="right")
+        phase = np.searchsorted(self._before[1:, component], nth, side="right")
         out = np.full(len(index), _NEVER, np.int64)
-        is_known = nth >= self._before[0, source]
+        is_known = nth >= self._before[0, component]
         for number in np.unique(phase[is_known & (phase < len(self.phases))]).tolist():
             here = (phase == number) & is_known
-            draws = self.phases[number].pattern.draws(source, nth[here] - self._before[number, source])
+            draws = self.phases[number].pattern.draws(component, nth[here] - self._before[number, component])
             out[here] = (draws + self._starts[number]) * self.run_length
             out[here] += index[here] - nth[here] * self.run_length
         out[out >= self.num_samples] = _NEVER
@@ -347,8 +347,8 @@ class MixtureSpec:
         while number < epoch:
             first, each = self._runs[number]
             if each is None:
-                made = self._interleaving(number, first)
-                each = made.counts(made.num_samples)
+                interleaving = self._interleaving(number, first)
+                each = interleaving.counts(interleaving.num_samples)
                 self._runs[number] = first, each
             unlike = self._next_unlike(number, int(first.sum()))
             if unlike > epoch:
@@ -357,10 +357,10 @@ class MixtureSpec:
             self._runs.setdefault(number, (first, None))
         return self._runs[epoch][0]
 
-    def _next_unlike(self, epoch: int, at: int) -> int:
+    def _next_unlike(self, epoch: int, sample: int) -> int:
         """The first epoch that may differ from this one, which begins at this sample of all."""
         is_set = self.changes.at_begin(epoch) is not None
-        if self.changes.within(epoch) or not (is_set or at >= self.steps[-1][0]):
+        if self.changes.within(epoch) or not (is_set or sample >= self.steps[-1][0]):
             return epoch + 1
         return self.changes.next_epoch(epoch)
 
@@ -371,12 +371,12 @@ class MixtureSpec:
             phases = [MixturePhase(0, quota_pattern(draws))]
             return Interleaving(phases, sum(self.quota), self.run_length, first)
         steps = self.steps_of(epoch, int(first.sum()))
-        phases, given = [MixturePhase(start, fair_pattern(shares)) for start, shares in steps], None
+        phases, counts = [MixturePhase(start, fair_pattern(shares)) for start, shares in steps], None
         if (before := self.changes.given(epoch)) is not None:
-            given = np.array(before, np.int64)
-        endless = Interleaving(phases, ENDLESS, self.run_length, np.zeros_like(first), given=given)
+            counts = np.array(before, np.int64)
+        endless = Interleaving(phases, ENDLESS, self.run_length, np.zeros_like(first), given=counts)
         length = max(self._length(endless), self.lasts_to(epoch))
-        return Interleaving(phases, length, self.run_length, first, given=given)
+        return Interleaving(phases, length, self.run_length, first, given=counts)
 
     def lasts_to(self, epoch: int) -> int:
         """Samples that an epoch has at least: in which weights were set, it had come to there."""

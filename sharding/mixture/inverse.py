@@ -58,18 +58,18 @@ def _in_mixture(order: Any, samples: Ints, begin: int, end: int | None) -> tuple
     )
     if begin >= end:
         return np.empty(0, np.int64), np.empty(0, np.int64)
-    first, last = (order.interleaving.first + order.interleaving.counts(at) for at in (begin, end))
-    source = np.searchsorted(order.first_sample, samples, side="right") - 1
-    found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
-    for number, at in windows_touched(source):
-        at = np.arange(len(samples))[at]
-        own, size = samples[at] - order.first_sample[number], int(order.sizes[number])
+    first, last = (order.interleaving.first + order.interleaving.counts(edge) for edge in (begin, end))
+    component = np.searchsorted(order.first_sample, samples, side="right") - 1
+    matches = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+    for number, part in windows_touched(component):
+        part = np.arange(len(samples))[part]
+        local_samples, size = samples[part] - order.first_sample[number], int(order.sizes[number])
         for epoch in range(int(first[number]) // size, -(-int(last[number]) // size)):
-            which, index = positions_of(order.order_of(number, epoch), own)
+            which, index = positions_of(order.order_of(number, epoch), local_samples)
             positions = order.interleaving.positions(number, index + epoch * size)
             inside = (positions >= begin) & (positions < end)
-            found.append((at[which[inside]], positions[inside]))
-    which, positions = (np.concatenate(parts) for parts in zip(*found, strict=True))
+            matches.append((part[which[inside]], positions[inside]))
+    which, positions = (np.concatenate(parts) for parts in zip(*matches, strict=True))
     by_sample = np.lexsort((positions, which))
     return which[by_sample], positions[by_sample]
 
@@ -97,10 +97,10 @@ def _in_windows(order: Order, samples: Ints) -> Ints:
     nth = by_first[np.searchsorted(first, samples, side="right", sorter=by_first) - 1]
     offset = table.piece_start[pieces[nth]] + samples - first[nth]
     cells = np.searchsorted(table.cell_piece, pieces[nth], side="right") - 1
-    for cell, at in windows_touched(cells) if mixes else ():
+    for cell, part in windows_touched(cells) if mixes else ():
         begin, end = table.cell_start[cell : cell + 2].tolist()
         key = mix_key(order.seed, order.epoch, WINDOW_ORDER, *divmod(cell, order.num_windows))
-        offset[at] = begin + places_in_permutation(end - begin, key, offset[at] - begin)
+        offset[part] = begin + places_in_permutation(end - begin, key, offset[part] - begin)
     lane = cells // max(1, order.num_windows)
     return np.asarray((offset - table.lane_bounds[lane]) * order.num_lanes + lane)
 
@@ -115,9 +115,9 @@ def places_in_permutation(n: int, key: int, values: Ints) -> Ints:
     def sort_keys(index: NDArray[np.uint64]) -> NDArray[np.uint64]:
         return splitmix64(index ^ np.uint64(key)) & ~low | index
 
-    wanted = sort_keys(values.astype(np.uint64))
-    by_key = np.argsort(wanted)
-    ends, smaller = wanted[by_key], np.zeros(len(values) + 1, np.int64)
+    targets = sort_keys(values.astype(np.uint64))
+    by_key = np.argsort(targets)
+    ends, smaller = targets[by_key], np.zeros(len(values) + 1, np.int64)
     for start in range(0, n, _CHUNK):
         keys = sort_keys(np.arange(start, min(start + _CHUNK, n), dtype=np.uint64))
         if len(values) == 1:  # as it is for few samples of many
@@ -134,7 +134,7 @@ def places_in_selection(selection: Selection, blocks: Ints, rows: Ints) -> Ints:
     num, total = selection.num_samples, selection.total
     places = np.where(num[blocks] > 0, selection.start[blocks] + rows, -1)
     for block in np.unique(blocks[(num[blocks] > 0) & (num[blocks] < total[blocks])]).tolist():
-        at, kept = np.flatnonzero(blocks == block), selection.rows(block)
-        nth = np.minimum(np.searchsorted(kept, rows[at]), len(kept) - 1)
-        places[at] = np.where(kept[nth] == rows[at], selection.start[block] + nth, -1)
+        index, kept_rows = np.flatnonzero(blocks == block), selection.rows(block)
+        nth = np.minimum(np.searchsorted(kept_rows, rows[index]), len(kept_rows) - 1)
+        places[index] = np.where(kept_rows[nth] == rows[index], selection.start[block] + nth, -1)
     return places

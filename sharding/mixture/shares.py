@@ -123,16 +123,16 @@ class Pattern:
         """Return the sources of draws, int32 [n], and how many draws each source had before, int64 [n]."""
         cycle = draws // self.period
         within = draws - cycle * self.period
-        source = self.source[within]
-        cycle *= self.shares[source]
+        component = self.source[within]
+        cycle *= self.shares[component]
         cycle += self.nth[within]
-        return source, cycle
+        return component, cycle
 
-    def draws(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the draws of a source of a positive share, int64 [n]: the inverse of `locate`."""
-        share = int(self.shares[source])
+    def draws(self, component: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the draws of a component of a positive share, int64 [n]: the inverse of `locate`."""
+        share = int(self.shares[component])
         cycle = index // share
-        drawn: NDArray[np.int64] = self.by_source[self.first[source] + index - cycle * share]
+        drawn: NDArray[np.int64] = self.by_source[self.first[component] + index - cycle * share]
         return drawn + cycle * self.period
 
     def counts(self, draw: int) -> NDArray[np.int64]:
@@ -146,9 +146,9 @@ class Pattern:
 def fair_pattern(shares: tuple[int, ...]) -> Pattern:
     """The fair sequence of integer shares >= 0, one of them positive. About 1 microsecond a draw."""
     counts = np.array(shares, np.int64)
-    source = _chairman_assignment(counts)
-    nth, by_source, first = tabulated(source, counts)
-    pattern = Pattern(shares=counts, source=source, nth=nth, by_source=by_source, first=first)
+    component = _chairman_assignment(counts)
+    nth, by_source, first = tabulated(component, counts)
+    pattern = Pattern(shares=counts, source=component, nth=nth, by_source=by_source, first=first)
     for array in vars(pattern).values():
         array.flags.writeable = False
     return pattern
@@ -188,35 +188,35 @@ class QuotaPattern:
         self._before = cycle[:, None] * shares + self._extra_before
         """[cycles + 1, sources] draws of each source before each cycle."""
 
-    def _extra_draws(self, source: int) -> NDArray[np.int64]:
+    def _extra_draws(self, component: int) -> NDArray[np.int64]:
         if (extra := self._extra) is None:
             return np.zeros(0, np.int64)
-        return extra.by_source[extra.first[source] : extra.first[source + 1]]
+        return extra.by_source[extra.first[component] : extra.first[component + 1]]
 
     def locate(self, draws: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Return the sources of draws, int32 [n], and how many draws each source had before, int64 [n]."""
         cycle = np.searchsorted(self._start, draws, side="right") - 1
         within, period = draws - self._start[cycle], self._base.period
-        source, index = self._base.locate(np.minimum(within, period - 1))
-        index += self._before[cycle, source]
+        component, index = self._base.locate(np.minimum(within, period - 1))
+        index += self._before[cycle, component]
         late = np.flatnonzero(within >= period)
         if len(late) and self._extra:
-            at = cycle[late]
-            source[late], nth = self._extra.locate(self._extra_start[at] + within[late] - period)
-            index[late] = (at + 1) * self._base.shares[source[late]] + nth
-        return source, index
+            cycles = cycle[late]
+            component[late], nth = self._extra.locate(self._extra_start[cycles] + within[late] - period)
+            index[late] = (cycles + 1) * self._base.shares[component[late]] + nth
+        return component, index
 
-    def draws(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the draws of a source, int64 [n]; indices are below its quota."""
-        cycle = np.searchsorted(self._before[:, source], index, side="right") - 1
-        nth, share = index - self._before[cycle, source], int(self._base.shares[source])
+    def draws(self, component: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the draws of a component, int64 [n]; indices are below its quota."""
+        cycle = np.searchsorted(self._before[:, component], index, side="right") - 1
+        nth, share = index - self._before[cycle, component], int(self._base.shares[component])
         out = np.empty(len(index), np.int64)
         early, late = nth < share, nth >= share
-        out[early] = self._base.draws(source, nth[early]) if share else 0
+        out[early] = self._base.draws(component, nth[early]) if share else 0
         if self._extra and late.any():
-            at = cycle[late]
-            extra = self._extra.draws(source, self._extra_before[at, source] + nth[late] - share)
-            out[late] = extra - self._extra_start[at] + self._base.period
+            cycles = cycle[late]
+            extra = self._extra.draws(component, self._extra_before[cycles, component] + nth[late] - share)
+            out[late] = extra - self._extra_start[cycles] + self._base.period
         return out + self._start[cycle]
 
     def counts(self, draw: int) -> NDArray[np.int64]:
@@ -240,8 +240,8 @@ class SourceSchedule(Protocol):
     def locate(self, draws: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Return the sources of draws, int32 [n], and how many draws each source had before, int64 [n]."""
 
-    def draws(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the draws of a source, int64 [n]: the inverse of `locate`."""
+    def draws(self, component: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the draws of a component, int64 [n]: the inverse of `locate`."""
 
     def counts(self, draw: int) -> NDArray[np.int64]:
         """Draws of each source before this one, int64 [sources]."""
@@ -256,16 +256,16 @@ def quota_pattern(quota: tuple[int, ...]) -> QuotaPattern:
 def _chairman_assignment(shares: NDArray[np.int64]) -> NDArray[np.int32]:
     """Tijdeman's rule on whole numbers: int32 [sum of shares]."""
     period, slack = int(shares.sum()), 2 * int((shares > 0).sum()) - 2
-    source = np.repeat(np.arange(len(shares), dtype=np.int32), shares)
+    component = np.repeat(np.arange(len(shares), dtype=np.int32), shares)
     if not slack:
-        return source
+        return component
     nth = np.arange(period) - np.repeat(np.cumsum(shares) - shares, shares)
-    share = shares[source] * slack
+    share = shares[component] * slack
     may_come = -(-(nth * slack + 1) * period // share) - 1  # draws from 0
     must_come = ((nth + 1) * slack - 1) * period // share
     order = np.argsort(may_come, kind="stable")
-    # One integer a candidate compares faster than a pair: what must come soonest, then the source.
-    urgency = (must_come * len(shares) + source)[order].tolist()
+    # One integer a candidate compares faster than a pair: what must come soonest, then the component.
+    urgency = (must_come * len(shares) + component)[order].tolist()
     coming = np.searchsorted(may_come[order], np.arange(period), side="right").tolist()
     waiting: list[int] = []
     draws, start = [], 0

@@ -41,18 +41,18 @@ def succeeding(
             f"they are. Begin anew, without the state: loader.set_epoch({epoch}) counts as if they had been "
             "there from the first epoch on"
         )
-    for number, source in enumerate(here if epoch else ()):
-        if source in there and source not in there[number : number + 1]:
+    for number, mark in enumerate(here if epoch else ()):
+        if mark in there and mark not in there[number : number + 1]:
             raise ValueError(
-                f"source {number} (samples:digest {source}) has number {there.index(source)} in the state: "
+                f"source {number} (samples:digest {mark}) has number {there.index(mark)} in the state: "
                 "what it gave would be another's. Keep sources in their order, new ones last, and with "
                 "weight 0 those that are out; or begin anew, without the state"
             )
     first = [0] * len(spec.sizes)
     for number, count in enumerate(given[: len(first)]):
-        own = there[number : number + 1]
-        is_kept = not own or own == here[number : number + 1]
-        size = 1 if is_kept else int(own[0].split(":")[0])
+        marks = there[number : number + 1]
+        is_kept = not marks or marks == here[number : number + 1]
+        size = 1 if is_kept else int(marks[0].split(":")[0])
         first[number] = count if is_kept else -(-count // size) * spec.sizes[number]
     if len(spec.steps) > 1 and sum(first) != sum(given):
         raise ValueError(

@@ -58,9 +58,9 @@ class TokenSchedule:
         num_sources: of the mixture.
     """
 
-    def __init__(self, source: NDArray[np.uint16], num_sources: int) -> None:
-        self._source = source
-        chunks = [source[at : at + _CHUNK] for at in range(0, len(source), _CHUNK)]
+    def __init__(self, component: NDArray[np.uint16], num_sources: int) -> None:
+        self._component = component
+        chunks = [component[start : start + _CHUNK] for start in range(0, len(component), _CHUNK)]
         counts = [np.zeros(num_sources, np.int64), *(np.bincount(c, minlength=num_sources) for c in chunks)]
         self._before = np.cumsum(counts, axis=0)
         """[chunks + 1, sources] draws of each source before each chunk."""
@@ -71,25 +71,25 @@ class TokenSchedule:
 
     def locate(self, draws: Ints) -> tuple[NDArray[np.int32], Ints]:
         """Return the sources of draws, int32 [n], and how many draws each source had before, int64 [n]."""
-        source, chunk = self._source[draws].astype(np.int32), draws // _CHUNK
-        index = self._before[chunk, source]
-        for number, at in windows_touched(chunk):
-            index[at] += self._table(number)[0][draws[at] - number * _CHUNK]
-        return source, index
+        component, chunk = self._component[draws].astype(np.int32), draws // _CHUNK
+        index = self._before[chunk, component]
+        for number, part in windows_touched(chunk):
+            index[part] += self._table(number)[0][draws[part] - number * _CHUNK]
+        return component, index
 
-    def draws(self, source: int, index: Ints) -> Ints:
-        """Return the draws of a source, int64 [n], for indices below its total: the inverse of `locate`."""
-        chunk = np.searchsorted(self._before[:, source], index, side="right") - 1
+    def draws(self, component: int, index: Ints) -> Ints:
+        """Draws of a component, int64 [n], for indices below its total: the inverse of `locate`."""
+        chunk = np.searchsorted(self._before[:, component], index, side="right") - 1
         out = np.empty(len(index), np.int64)
-        for number, at in windows_touched(chunk):
-            _, by_source, first = self._table(number)
-            out[at] = by_source[first[source] + index[at] - self._before[number, source]] + number * _CHUNK
+        for number, i in windows_touched(chunk):
+            _, drawn, first = self._table(number)
+            out[i] = drawn[first[component] + index[i] - self._before[number, component]] + number * _CHUNK
         return out
 
     def counts(self, draw: int) -> Ints:
         """Draws of each source before this one, int64 [sources]."""
         chunk = draw // _CHUNK
-        within = self._source[chunk * _CHUNK : draw]
+        within = self._component[chunk * _CHUNK : draw]
         counts: Ints = self._before[chunk] + np.bincount(within, minlength=len(self.totals))
         return counts
 
@@ -122,8 +122,8 @@ class TokenEpochs:
         self.spec.check_known(epoch)
         known = max(n for n in tuple(self._starts) if n <= epoch)  # another thread may add to them
         for number in range(known, epoch):
-            made = self.epoch(number)
-            self._starts[number + 1] = tuple((made.first + made.counts(made.num_samples)).tolist())
+            mixture = self.epoch(number)
+            self._starts[number + 1] = tuple((mixture.first + mixture.counts(mixture.num_samples)).tolist())
         return self._starts[epoch]
 
     def _epoch(self, epoch: int) -> Interleaving:
@@ -131,54 +131,54 @@ class TokenEpochs:
             raise ValueError(f"there is no epoch {epoch}")
         first = np.array(self.first(epoch), np.int64)
         steps, lasts_to = self.spec.steps_of(epoch, int(first.sum())), self.spec.lasts_to(epoch)
-        given = np.array(self.spec.changes.given(epoch) or (0,) * len(first), np.int64)
-        before, draws, phases = given, steps[0][0], list[MixturePhase]()
+        counts = np.array(self.spec.changes.given(epoch) or (0,) * len(first), np.int64)
+        before, draws, phases = counts, steps[0][0], list[MixturePhase]()
         counting = np.array(steps[-1][1]) > 0
         for (start, shares), following in zip(steps, [*(s for s, _ in steps[1:]), ENDLESS], strict=True):
             is_ruled = start >= lasts_to
-            if phases and is_ruled and self._is_over(given, counting):
+            if phases and is_ruled and self._is_over(counts, counting):
                 break
             seen = counting if is_ruled else None
-            pattern = self._draws(np.array(shares, np.int64), first, given, seen, following - start)
+            pattern = self._draws(np.array(shares, np.int64), first, counts, seen, following - start)
             phases.append(MixturePhase(start, pattern))
-            given = given + pattern.totals
+            counts = counts + pattern.totals
             draws += int(pattern.totals.sum())
         return Interleaving(phases, draws, 1, first, given=before)
 
-    def _is_over(self, given: Ints, counting: NDArray[np.bool_]) -> bool:
+    def _is_over(self, counts: Ints, counting: NDArray[np.bool_]) -> bool:
         """Return whether an epoch ends once each source gave so much; `counting`: with a share to the end."""
-        seen = given >= np.array(self.spec.sizes)
+        seen = counts >= np.array(self.spec.sizes)
         return bool(seen.any() if self.spec.stop == "first" else seen[counting].all())
 
     def _draws(
-        self, shares: Ints, first: Ints, given: Ints, counting: NDArray[np.bool_] | None, most: int
+        self, shares: Ints, first: Ints, counts: Ints, counting: NDArray[np.bool_] | None, most: int
     ) -> TokenSchedule:
         """Return at most so many draws, from where each source gave so much; so many without `counting`."""
-        num, given = len(shares), given.copy()
+        num, counts = len(shares), counts.copy()
         width = min(_CHUNK, -(-_KNOWN // num))
         known = np.zeros((num, width), np.int64)
         """Lengths to come of each source."""
         upcoming = np.arange(num) * width
         end, owed, taken = upcoming.copy(), np.zeros(num, np.int64), 0
         parts = [np.empty(0, np.uint16)]
-        while taken < most and (counting is None or not self._is_over(given, counting)):
-            for source in np.flatnonzero((upcoming == end) & (shares > 0)).tolist():
-                lengths = self._next_lengths(source, int(first[source]), int(given[source]))[:width]
-                known[source, : len(lengths)] = lengths
-                upcoming[source] = source * width
-                end[source] = source * width + len(lengths)
+        while taken < most and (counting is None or not self._is_over(counts, counting)):
+            for component in np.flatnonzero((upcoming == end) & (shares > 0)).tolist():
+                lengths = self._next_lengths(component, int(first[component]), int(counts[component]))[:width]
+                known[component, : len(lengths)] = lengths
+                upcoming[component] = component * width
+                end[component] = component * width + len(lengths)
             out = np.empty(min(_CHUNK, most - taken), np.uint16)
             out = out[: self._take(shares, owed, known.reshape(-1), upcoming, end, out)]
             parts.append(out)
-            given += np.bincount(out, minlength=num)
+            counts += np.bincount(out, minlength=num)
             taken += len(out)
         return TokenSchedule(np.concatenate(parts), num)
 
-    def _next_lengths(self, source: int, first: int, given: int) -> NDArray[np.integer]:
-        """The lengths to come of a source's own epoch, no more than to where it was seen once in this one."""
-        size = self.spec.sizes[source]
-        epoch, position = divmod(first + given, size)
-        lengths = self._lengths(source, epoch)
+    def _next_lengths(self, component: int, first: int, count: int) -> NDArray[np.integer]:
+        """The lengths to come of a component's own epoch, no more than where it was seen once in this one."""
+        size = self.spec.sizes[component]
+        epoch, position = divmod(first + count, size)
+        lengths = self._lengths(component, epoch)
         if not lengths.any():
-            raise ValueError(f"source {source} of the mixture has no tokens, so it has no share of them")
-        return lengths[position:] if given >= size else lengths[position : position + size - given]
+            raise ValueError(f"source {component} of the mixture has no tokens, so it has no share of them")
+        return lengths[position:] if count >= size else lengths[position : position + size - count]

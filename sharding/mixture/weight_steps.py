@@ -80,7 +80,7 @@ class WeightSteps:
 
     def with_step(self, step: WeightStep) -> WeightSteps:
         """The steps up to one that is set; later ones end there."""
-        return replace(self, steps=(*(one for one in self.steps if one.begin < step.begin), step))
+        return replace(self, steps=(*(earlier for earlier in self.steps if earlier.begin < step.begin), step))
 
     def surplus(self, since: EpochPosition) -> WeightStep | None:
         """Return the step that holds at a position, if the many steps before it are to be merged."""
@@ -110,21 +110,21 @@ class WeightSteps:
         values, steps = value["steps"], list[WeightStep]()
         if not isinstance(values, list | tuple) or not values:
             raise ValueError(f"weights: steps must be a list, got {values!r}")
-        for one in values:
-            if not isinstance(one, list | tuple) or [*map(type, one)] != [int, int, str]:
-                raise ValueError(f"weights: a step has an epoch, a position and shares, got {one!r}")
-            epoch, position, text = one
+        for entry in values:
+            if not isinstance(entry, list | tuple) or [*map(type, entry)] != [int, int, str]:
+                raise ValueError(f"weights: a step has an epoch, a position and shares, got {entry!r}")
+            epoch, position, text = entry
             if not (0 <= epoch < ENDLESS and 0 <= position < ENDLESS) or position % run_length:
-                raise ValueError(f"weights: a step must begin a draw of an epoch, got {one!r}")
+                raise ValueError(f"weights: a step must begin a draw of an epoch, got {entry!r}")
             if steps and (epoch, position) <= steps[-1].begin:
-                raise ValueError(f"weights: steps must ascend, got {one!r}")
+                raise ValueError(f"weights: steps must ascend, got {entry!r}")
             steps.append(WeightStep(epoch, position, _shares_of(text, num_sources)))
         if len(value) == 1:
             return cls(tuple(steps))
-        first, given = (_counts_of(name, value[name], num_sources) for name in MixtureBase._fields)
-        if sum(given) != steps[0].position or any(count % run_length for count in given):
+        first, counts = (_counts_of(name, value[name], num_sources) for name in MixtureBase._fields)
+        if sum(counts) != steps[0].position or any(count % run_length for count in counts):
             raise ValueError(f"weights: what sources gave does not make up position {steps[0].position}")
-        return cls(tuple(steps), MixtureBase(first, given))
+        return cls(tuple(steps), MixtureBase(first, counts))
 
 
 NOTHING_SET = WeightSteps()

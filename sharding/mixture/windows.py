@@ -41,9 +41,9 @@ _KEPT_OFFSETS = 1 << 21
 _MIXTURE = 0x6D6978  # "mix", apart from the purposes of `sharding.order.order`
 
 
-def source_seed(seed: int, source: int) -> int:
-    """The seed of one source's orders: its number counts, so adding a source changes no other's order."""
-    return mix_key(seed, _MIXTURE, source)
+def source_seed(seed: int, component: int) -> int:
+    """The seed of a component's orders: its number counts, so adding one changes no other's order."""
+    return mix_key(seed, _MIXTURE, component)
 
 
 class MixtureWindows:
@@ -91,27 +91,27 @@ class MixtureWindows:
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Window and index of each position, two int64 [n]. `IndexError` outside [0, num_samples)."""
         window, index = np.empty(len(positions), np.int64), np.empty(len(positions), np.int64)
-        for at in range(0, len(positions), _CHUNK):
-            part = slice(at, at + _CHUNK)
+        for start in range(0, len(positions), _CHUNK):
+            part = slice(start, start + _CHUNK)
             window[part], index[part] = self._locate(positions[part])
         return window, index
 
     def _locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        source, epoch, position = self._find(positions)
-        window, index = np.empty(len(source), np.int64), np.empty(len(source), np.int64)
-        for key, at in windows_touched(epoch * len(self.sizes) + source):
+        component, epoch, position = self._find(positions)
+        window, index = np.empty(len(component), np.int64), np.empty(len(component), np.int64)
+        for key, part in windows_touched(epoch * len(self.sizes) + component):
             source_epoch, number = divmod(key, len(self.sizes))
-            window[at], index[at] = self.order_of(number, source_epoch).locate(position[at])
-            window[at] += key * self._stride
+            window[part], index[part] = self.order_of(number, source_epoch).locate(position[part])
+            window[part] += key * self._stride
         return window, index
 
     def samples(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The number of each position's sample, int64 [n], with those of all sources counted through."""
-        source, epoch, position = self._find(positions)
-        out = self.first_sample[source]
-        for key, at in windows_touched(epoch * len(self.sizes) + source):
+        component, epoch, position = self._find(positions)
+        out = self.first_sample[component]
+        for key, part in windows_touched(epoch * len(self.sizes) + component):
             source_epoch, number = divmod(key, len(self.sizes))
-            out[at] += self.order_of(number, source_epoch).samples(position[at])
+            out[part] += self.order_of(number, source_epoch).samples(position[part])
         return out
 
     def in_order(self, begin: int = 0) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
@@ -128,52 +128,52 @@ class MixtureWindows:
             in_use, moved = {key for key, _ in touched}, {self.source_of(key)[0] for key, _ in touched}
             for key in [key for key in numbers if key not in in_use and self.source_of(key)[0] in moved]:
                 del numbers[key]
-            for key, at in touched:
+            for key, part in touched:
                 if key not in numbers:
-                    source, epoch, own = self.source_of(key)
-                    numbers[key] = self.order_of(source, epoch).window_numbers(own)
-                    numbers[key] += self.first_sample[source]
-                index[at] = numbers[key][index[at]]
+                    component, epoch, number = self.source_of(key)
+                    numbers[key] = self.order_of(component, epoch).window_numbers(number)
+                    numbers[key] += self.first_sample[component]
+                index[part] = numbers[key][index[part]]
             yield positions, index
 
     def _find(
         self, positions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
         """Source, source epoch and position in it of each position."""
-        source, index = self.interleaving.locate(positions)
-        size = self.sizes[source]
+        component, index = self.interleaving.locate(positions)
+        size = self.sizes[component]
         epoch = index // size
-        return source, epoch, index - epoch * size
+        return component, epoch, index - epoch * size
 
     def lanes(self, positions: NDArray[np.int64]) -> NDArray[np.uint16]:
         """The lane of each position's sample in its source, uint16 [n]."""
         lanes = np.empty(len(positions), np.uint16)
-        for at in range(0, len(positions), _CHUNK):
-            lanes[at : at + _CHUNK] = self._find(positions[at : at + _CHUNK])[2] % self.num_lanes
+        for start in range(0, len(positions), _CHUNK):
+            lanes[start : start + _CHUNK] = self._find(positions[start : start + _CHUNK])[2] % self.num_lanes
         return lanes
 
     def source_of(self, window: int) -> tuple[int, int, int]:
         """(source, source epoch, window of that source's order)."""
-        key, own = divmod(window, self._stride)
-        epoch, source = divmod(key, len(self.sizes))
-        return source, epoch, own
+        key, number = divmod(window, self._stride)
+        epoch, component = divmod(key, len(self.sizes))
+        return component, epoch, number
 
     def source_window(self, window: int) -> SourceWindow:
         """See `Windows.source_window`."""
-        source, epoch, own = self.source_of(window)
-        return SourceWindow(source, epoch, self.order_of(source, epoch), own)
+        component, epoch, number = self.source_of(window)
+        return SourceWindow(component, epoch, self.order_of(component, epoch), number)
 
     def window_length(self, window: int) -> int:
         """Samples of a window, of which some may come in the epoch before or after this one."""
-        own = self.source_window(window)
-        return own.windows.window_length(own.number)
+        component_window = self.source_window(window)
+        return component_window.windows.window_length(component_window.number)
 
     def window_positions(self, window: int) -> NDArray[np.int64]:
         """The inverse of `locate`, int64 [indices]: where each index comes; -1: not in this epoch."""
-        source, epoch, own = self.source_of(window)
-        index = self.order_of(source, epoch).window_positions(own)
-        index += epoch * self.sizes[source]
-        return self.interleaving.positions(source, index)
+        component, epoch, number = self.source_of(window)
+        index = self.order_of(component, epoch).window_positions(number)
+        index += epoch * self.sizes[component]
+        return self.interleaving.positions(component, index)
 
     def window_span(self, window: int) -> tuple[int, int]:
         """First position of a window in this epoch, and the one after its last; other windows lie between."""
@@ -183,15 +183,15 @@ class MixtureWindows:
 
     def window_blocks(self, window: int) -> NDArray[np.int64]:
         """Blocks of a window in read order, int64 [b]: rows of its source's block table."""
-        own = self.source_window(window)
-        return own.windows.window_blocks(own.number)
+        component_window = self.source_window(window)
+        return component_window.windows.window_blocks(component_window.number)
 
     def window_samples(
         self, window: int, indices: NDArray[np.int64] | None = None
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Block ordinal int32 [k] and row in the block int64 [k] of each index, or of those given."""
-        own = self.source_window(window)
-        return own.windows.window_samples(own.number, indices)
+        component_window = self.source_window(window)
+        return component_window.windows.window_samples(component_window.number, indices)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -209,9 +209,9 @@ class MixtureBatchPlan(BatchPlan):
         batch, offset = np.divmod(positions - self.start, self.global_batch_size)
         mask = (positions >= self.start) & (batch < self.num_full)
         if self.world_size > 1:
-            at = np.flatnonzero(mask)
-            numbers, which = np.unique(batch[at], return_inverse=True)
-            mask[at] = self._is_own(numbers, which, offset[at])
+            candidates = np.flatnonzero(mask)
+            numbers, which = np.unique(batch[candidates], return_inverse=True)
+            mask[candidates] = self._is_own(numbers, which, offset[candidates])
         if len(self.rank_tail):
             mask |= np.isin(positions, self.rank_tail)
         return mask
@@ -220,15 +220,15 @@ class MixtureBatchPlan(BatchPlan):
         self, batches: NDArray[np.int64], which: NDArray[np.int64], offset: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
         """Return whether the sample at each offset of `batches[which]` is this rank's, bool [n]."""
-        own = np.zeros(len(which), bool)
+        flags = np.zeros(len(which), bool)
         parts = batches // self._part
         for part in np.unique(parts).tolist():
             shares = self._own_offsets(part)
             mask = np.zeros((len(shares), self.global_batch_size), bool)
             np.put_along_axis(mask, shares, True, axis=1)
             here = np.flatnonzero(parts[which] == part)
-            own[here] = mask[batches[which[here]] - part * self._part, offset[here]]
-        return own
+            flags[here] = mask[batches[which[here]] - part * self._part, offset[here]]
+        return flags
 
     def _full_batches(self, first_batch: int, last_batch: int) -> NDArray[np.int64]:
         """Positions of this rank in complete global batches, one after the other."""

@@ -27,7 +27,7 @@ def drawn_of_classes(num_samples: int, weights: Sequence[Fraction]) -> Ints:
     total = sum(weights)
     exact = [weight * num_samples / total for weight in weights]
     drawn = np.array([int(share) for share in exact], np.int64)
-    owed = sorted(range(len(exact)), key=lambda at: (int(drawn[at]) - exact[at], at))
+    owed = sorted(range(len(exact)), key=lambda index: (int(drawn[index]) - exact[index], index))
     drawn[owed[: num_samples - int(drawn.sum())]] += 1
     return drawn
 
@@ -57,21 +57,21 @@ class Balance:
         size = np.bincount(self._classes, minlength=len(self._drawn))
         begun = [epoch * d % max(1, n) for d, n in zip(self._drawn.tolist(), size.tolist(), strict=True)]
         before = np.array(begun, np.int64)[self._classes] + self._ranks_of(seed)
-        own = size[self._classes]
-        return np.asarray((before + self._drawn[self._classes]) // own - before // own)
+        class_size = size[self._classes]
+        return np.asarray((before + self._drawn[self._classes]) // class_size - before // class_size)
 
     def _ranks_of(self, seed: int) -> NDArray[np.int32]:
         """The place of each sample in the permutation of its class, int32 [samples]; the last seed's stay."""
-        kept = self._ranks
-        if kept is None or kept[0] != seed:
+        memo = self._ranks
+        if memo is None or memo[0] != seed:
             order = seeded_permutation(len(self._classes), mix_key(seed, CLASS_ORDER))
             small = self._classes.astype(np.min_scalar_type(len(self._drawn)))  # two bytes sort by radix
             by_class = order[np.argsort(small[order], kind="stable")]
             size = np.bincount(self._classes, minlength=len(self._drawn))
             ranks = np.empty(len(order), np.int32)
             ranks[by_class] = np.arange(len(order)) - np.repeat(np.cumsum(size) - size, size)
-            kept = self._ranks = (seed, ranks)
-        return kept[1]
+            memo = self._ranks = (seed, ranks)
+        return memo[1]
 
 
 class _Drawn(Selection):
@@ -80,14 +80,14 @@ class _Drawn(Selection):
     is_whole = False
     lists_rows = True
 
-    def __init__(self, kept: Selection, times: Ints) -> None:
-        self._kept, self._times = kept, times
-        self.num_samples = np.diff(np.append(0, np.cumsum(times))[kept.start])
+    def __init__(self, selection: Selection, times: Ints) -> None:
+        self._selection, self._times = selection, times
+        self.num_samples = np.diff(np.append(0, np.cumsum(times))[selection.start])
 
     def rows(self, block: int) -> Ints:
         """Rows of a block, each as often as it comes, int64 [n] ascending."""
-        first, end = self._kept.start[block : block + 2].tolist()
-        return np.repeat(self._kept.rows(block), self._times[first:end])
+        first, end = self._selection.start[block : block + 2].tolist()
+        return np.repeat(self._selection.rows(block), self._times[first:end])
 
 
 class BalancedOrder(SelectedOrder):

@@ -132,7 +132,7 @@ class Order:
         table, cells = self.table, self.table.cells(self._checked(window))
         begin, end = table.cell_start[cells], table.cell_start[cells + 1]
         lane = np.flatnonzero(end > begin)
-        first, last = (at[lane] - table.lane_bounds[lane] for at in (begin, end - 1))
+        first, last = (offsets[lane] - table.lane_bounds[lane] for offsets in (begin, end - 1))
         num = self.num_lanes
         return int((first * num + lane).min()), int((last * num + lane).max()) + 1
 
@@ -217,7 +217,7 @@ class Order:
         """The longest range of positions [first, end) that all lie in the window; none where end <= first."""
         table, cells = self.table, self.table.cells(self._checked(window))
         lane, num = np.arange(self.num_lanes), self.num_lanes
-        first, end = (table.cell_start[at] - table.lane_bounds[:-1] for at in (cells, cells + 1))
+        first, end = (table.cell_start[edges] - table.lane_bounds[:-1] for edges in (cells, cells + 1))
         return int(((first - 1) * num + lane).max()) + 1, int((end * num + lane).min())
 
     def _mixed(self, window: int, cells: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
@@ -260,8 +260,8 @@ class Order:
         out = np.empty(len(positions), np.int64)
         for first, last in self._in_groups(cells):
             inside = (cells >= first) & (cells < last)
-            at = slice(None) if inside.all() else np.flatnonzero(inside)
-            out[at] = self._sample_numbers(cells[at], offsets[at], first, last)
+            part = slice(None) if inside.all() else np.flatnonzero(inside)
+            out[part] = self._sample_numbers(cells[part], offsets[part], first, last)
         return out
 
     def in_order(self, begin: int = 0) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:

@@ -139,10 +139,10 @@ def mix_runs(order: NDArray[np.int64], run: int, key: int) -> NDArray[np.int64]:
     """
     n = len(order)
     whole, tail = np.split(splitmix64(np.arange(n, dtype=np.uint64) ^ np.uint64(key)), [n // run * run])
-    at = np.argsort(whole.reshape(-1, run), axis=1, kind="stable")
-    at += np.arange(0, len(whole), run)[:, None]
+    places = np.argsort(whole.reshape(-1, run), axis=1, kind="stable")
+    places += np.arange(0, len(whole), run)[:, None]
     last = np.argsort(tail, kind="stable") + len(whole)
-    return order[np.concatenate((at.reshape(-1), last))]
+    return order[np.concatenate((places.reshape(-1), last))]
 
 
 def feistel(

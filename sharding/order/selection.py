@@ -46,17 +46,17 @@ class Selection:
         self.num_samples = np.zeros(len(total), np.int64)
         """[blocks] kept samples of each block."""
         self._first_byte = np.full(len(total), _NO_BITS, np.int64)
-        pieces, at = [], 0
-        for block, own in sorted(rows.items()):
+        pieces, offset = [], 0
+        for block, block_rows in sorted(rows.items()):
             size = int(total[block])
-            self.num_samples[block] = size if own is None else len(own)
-            if own is None or len(own) in (0, size):
+            self.num_samples[block] = size if block_rows is None else len(block_rows)
+            if block_rows is None or len(block_rows) in (0, size):
                 continue
             check_listed(size)
             mask = np.zeros(size, bool)
-            mask[own] = True
+            mask[block_rows] = True
             pieces.append(np.packbits(mask))
-            self._first_byte[block], at = at, at + len(pieces[-1])
+            self._first_byte[block], offset = offset, offset + len(pieces[-1])
         self._bits = np.concatenate(pieces) if pieces else np.zeros(0, np.uint8)
         for array in (self.num_samples, self._first_byte, self._bits):
             array.flags.writeable = False
@@ -138,13 +138,13 @@ class Selection:
         for block in np.flatnonzero(end > begin).tolist():
             first = int(self.start[block])
             all_of_it = self._is_whole(block) and end[block] - begin[block] == self.num_samples[block]
-            own = slice(int(begin[block]) - first, int(end[block]) - first)
+            span = slice(int(begin[block]) - first, int(end[block]) - first)
             if all_of_it:
                 rows[block] = None
             elif self._first_byte[block] == _NO_BITS:  # the rows asked for alone are listed
-                rows[block] = np.arange(own.start, own.stop)
+                rows[block] = np.arange(span.start, span.stop)
             else:
-                rows[block] = self.rows(block)[own]
+                rows[block] = self.rows(block)[span]
         return Selection(self.total, rows)
 
     def at(self, positions: Ints) -> Selection:
@@ -158,10 +158,10 @@ class Selection:
         """The kept samples that a function of (block, its kept rows) says True to; called block by block."""
         rows: dict[int, Ints | None] = {}
         for block in np.flatnonzero(self.num_samples).tolist():
-            own = self.rows(block)
-            mask = keep(block, own)
+            block_rows = self.rows(block)
+            mask = keep(block, block_rows)
             if mask.any():
-                rows[block] = None if mask.all() and self._is_whole(block) else own[mask]
+                rows[block] = None if mask.all() and self._is_whole(block) else block_rows[mask]
         return Selection(self.total, rows)
 
     def of_blocks(self, blocks: NDArray[np.bool_]) -> Selection:

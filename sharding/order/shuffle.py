@@ -82,8 +82,8 @@ class Shuffle:
             raise ValueError(f"source_windows must be a tuple of integers, got {self.source_windows!r}")
         for blocks in self.source_windows:
             _check_count("source_windows", blocks, (1 << 31) - 1)
-        own = (self.window_blocks, self.canonical_nodes, share, self.ramp, self.source_windows)
-        if self.kind == "full" and own != (None, None, 1, None, ()):
+        settings = (self.window_blocks, self.canonical_nodes, share, self.ramp, self.source_windows)
+        if self.kind == "full" and settings != (None, None, 1, None, ()):
             raise ValueError(f"a full shuffle has no windows and no lanes: only a kind is given, got {self}")
         if self.kind == "none" and share != 1:
             raise ValueError("file order deals the same blocks to the same lanes: leave exchange out")
@@ -133,13 +133,13 @@ class Shuffle:
 
     def to_json(self) -> dict[str, object]:
         """The value as JSON types."""
-        own = {"exchange": float(self.exchange), "source_windows": list(self.source_windows)}
-        return asdict(self) | own
+        settings = {"exchange": float(self.exchange), "source_windows": list(self.source_windows)}
+        return asdict(self) | settings
 
     @classmethod
     def from_json(cls, value: object) -> Shuffle:
         """The inverse of `to_json`. Raises `ValueError` saying what is wrong."""
-        names = {one.name for one in fields(cls)}
+        names = {field.name for field in fields(cls)}
         if not isinstance(value, Mapping) or set(value) != names:
             raise ValueError(f"a shuffle must be an object with {', '.join(sorted(names))}, got {value!r}")
         windows = value["source_windows"]

@@ -93,6 +93,6 @@ class BatchIndex(Struct, frozen=True, eq=False, dict=True):
         if start == 0 and stop == len(self):
             return self
         begin, end = (int(self._ends[batch - 1]) if batch else 0 for batch in (start, stop))
-        parts = [own for part in self.parts if len(own := part.between(begin, end))]
+        parts = [piece for part in self.parts if len(piece := part.between(begin, end))]
         parts.sort(key=lambda part: part.first)
         return BatchIndex(self.first + start, self.sizes[start:stop], parts)

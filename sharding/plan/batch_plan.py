@@ -207,9 +207,9 @@ class BatchPlan:
         if group % lanes or self.batch_size % each:
             return None
         first = self.rank * self.batch_size // each
-        own = np.arange(first, first + self.batch_size // each)
+        local_lanes = np.arange(first, first + self.batch_size // each)
         begin = self.start + batch * group
-        return own, -((own - begin) // lanes), each
+        return local_lanes, -((local_lanes - begin) // lanes), each
 
     def batches_within(self, first: int, end: int) -> range:
         """The full batches whose items, over all ranks, lie in [first, end)."""

@@ -99,17 +99,17 @@ def differing(there: Facts | None, here: Facts | None) -> Difference | None:
     """
     there, here = there or {}, here or {}
     for name in [*there, *(name for name in here if name not in there)]:
-        own, other = there.get(name), here.get(name)
-        if own == other or name in _NO_CAUSE:
+        fact, other = there.get(name), here.get(name)
+        if fact == other or name in _NO_CAUSE:
             continue
-        if name == SOURCES and own and other:  # a mixture may have more, which have no share
-            pairs = enumerate(zip(own.split(), other.split(), strict=False))
+        if name == SOURCES and fact and other:  # a mixture may have more, which have no share
+            pairs = enumerate(zip(fact.split(), other.split(), strict=False))
             number, pair = next((pair for pair in pairs if pair[1][0] != pair[1][1]), (0, None))
             if pair is None:
                 continue
             what = [f"a source {number} of {mark.replace(':', ' samples (')})" for mark in pair]
             return Difference(what[0], what[1], f"the source {number} that it had")
-        said = _phrase(name, own)
+        said = _phrase(name, fact)
         return Difference(said, _phrase(name, other), _CURES.get(name, said))
     return None
 

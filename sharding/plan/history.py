@@ -144,7 +144,7 @@ class StepHistory:
 def _checked(row: list[object], num_steps: int) -> StepRun:
     """The stretch of a row of a state's text, which has so many steps in all."""
     *numbers, tail, num_epochs = row
-    counts = [one for one in (*numbers, num_epochs) if type(one) is int and 0 <= one < 1 << 62]
+    counts = [count for count in (*numbers, num_epochs) if type(count) is int and 0 <= count < 1 << 62]
     if len(row) != 7 or len(counts) != 6 or tail not in get_args(Tail) or 0 in counts[3:]:
         raise ValueError(f"a stretch is {row}")
     first, epoch, position, group, world_size, epochs = counts

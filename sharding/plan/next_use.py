@@ -34,7 +34,7 @@ def lanes_of_shard_indices(
     first = shard_indices.start * num_lanes // world_size
     end = -(-shard_indices.stop * num_lanes // world_size)
     even = batch_size * world_size % num_lanes == 0
-    inside = all(one * num_lanes % world_size == 0 for one in shard_indices[1:])
+    inside = all(index * num_lanes % world_size == 0 for index in shard_indices[1:])
     return LaneRange(first, end, len(shard_indices) > 1 and not (even and inside))
 
 

@@ -43,13 +43,13 @@ def checked_steps(ranges: object) -> tuple[StepRange, ...]:
 def passing(plan: BatchPlan, ranges: Sequence[PassedRange]) -> BatchPlan:
     """The plan without some items of its epoch; itself, where there are none. The ranges may overlap."""
     spans = list[list[int]]()
-    for begin, end in sorted((one.begin, one.end) for one in ranges):
+    for begin, end in sorted((span.begin, span.end) for span in ranges):
         if spans and begin <= spans[-1][1]:
             spans[-1][1] = max(spans[-1][1], end)
         else:
             spans.append([begin, end])
-    own: dict[str, Any] = {one.name: getattr(plan, one.name) for one in fields(BatchPlan)}
-    return PassingBatchPlan(inner=plan, spans=np.array(spans, np.int64), **own) if spans else plan
+    values: dict[str, Any] = {member.name: getattr(plan, member.name) for member in fields(BatchPlan)}
+    return PassingBatchPlan(inner=plan, spans=np.array(spans, np.int64), **values) if spans else plan
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -60,7 +60,7 @@ class PassingBatchPlan(BatchPlan):
     """The plan of all items."""
     spans: Ints
     """[ranges, 2] first item and end of what is passed over, ascending and apart from each other."""
-    _kept: dict[int, tuple[Ints, NDArray[np.bool_]]] = field(default_factory=dict, init=False, repr=False)
+    _rests: dict[int, tuple[Ints, NDArray[np.bool_]]] = field(default_factory=dict, init=False, repr=False)
 
     # ---- which global batches there are ---------------------------------------------------------------
 
@@ -80,8 +80,8 @@ class PassingBatchPlan(BatchPlan):
         """The global batches that have fewer items, or others that fill them up, ascending."""
         last = self.inner.num_steps_global - 1
         edges = self.spans[self.spans[:, 0] < self.num_items] - [0, 1]
-        at = (np.minimum(edges, self.num_items - 1) - self.start) // self.global_batch_size
-        numbers: Ints = np.unique(at[(at >= 0) & (at <= last)])
+        batches = (np.minimum(edges, self.num_items - 1) - self.start) // self.global_batch_size
+        numbers: Ints = np.unique(batches[(batches >= 0) & (batches <= last)])
         if self.spans[0, 0] < self.inner.num_padded_global and self.wraps:
             numbers = np.unique(np.append(numbers, last))
         return np.asarray(numbers[~self._is_empty(numbers)])
@@ -164,8 +164,8 @@ class PassingBatchPlan(BatchPlan):
 
     def _rest(self, number: int) -> tuple[Ints, NDArray[np.bool_]]:
         """Return the rank's items of a global batch that is changed, and which of them come once more."""
-        if (kept := self._kept.get(number)) is not None:
-            return kept
+        if (rest := self._rests.get(number)) is not None:
+            return rest
         whole = replace(
             self.inner, rank=0, world_size=1, batch_size=self.global_batch_size, tail="uneven"
         ).items(number, number + 1)[0]
@@ -182,8 +182,8 @@ class PassingBatchPlan(BatchPlan):
             size = max(size, self.world_size)
         each, extra = divmod(size, self.world_size)
         places = self.rank * each + min(self.rank, extra) + np.arange(each + (self.rank < extra))
-        kept = self._kept[number] = left[places % max(1, len(left))], places >= len(left)
-        return kept
+        rest = self._rests[number] = left[places % max(1, len(left))], places >= len(left)
+        return rest
 
     def is_passed(self, items: Ints) -> NDArray[np.bool_]:
         """Return which items are passed over, bool [n]."""
@@ -217,8 +217,8 @@ class PassingBatchPlan(BatchPlan):
         items = self.inner.rank_items(first, end)
         if items is None:
             items = np.arange(first, end)
-        own = self._changed_items
-        inside = own[(own >= first) & (own < end)]
+        changed = self._changed_items
+        inside = changed[(changed >= first) & (changed < end)]
         return np.concatenate((items[~self._is_touched(items)], inside))
 
     def takes(self, positions: Ints) -> NDArray[np.bool_]:

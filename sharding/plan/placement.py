@@ -125,11 +125,11 @@ def _pieces_of(order: Order, lane: int) -> tuple[NDArray[np.int64], NDArray[np.i
     """
     table = order.table
     pieces = np.arange(*table.cell_piece[table.num_windows * np.array([lane, lane + 1])])
-    starts, at = table.piece_start, pieces
+    starts, index = table.piece_start, pieces
     if order.shuffle.kind == "window":
-        starts, at = table.cell_start, np.searchsorted(table.cell_piece, pieces, side="right") - 1
+        starts, index = table.cell_start, np.searchsorted(table.cell_piece, pieces, side="right") - 1
     origin = table.lane_bounds[lane]
-    return table.piece_block[pieces], starts[at] - origin, starts[at + 1] - origin
+    return table.piece_block[pieces], starts[index] - origin, starts[index + 1] - origin
 
 
 def _counter(mine: NDArray[np.bool_]) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:

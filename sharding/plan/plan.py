@@ -211,8 +211,8 @@ class PlanState:
         _check_version(self.version)
         if self.batching is not None and not isinstance(self.batching, Mapping):
             raise ValueError(f"batching must be an object or missing, got {self.batching!r}")
-        if (own := self.sources) is not None and not (
-            isinstance(own, Sequence) and all(type(v) is int and 0 <= v < 1 << 62 for v in own)
+        if (counts := self.sources) is not None and not (
+            isinstance(counts, Sequence) and all(type(v) is int and 0 <= v < 1 << 62 for v in counts)
         ):
             raise ValueError(f"sources must be integers >= 0 or missing, got {self.sources!r}")
         if self.weights is not None and not isinstance(self.weights, Mapping):
@@ -244,8 +244,8 @@ class PlanState:
         loader's state has before it is loaded. So mappings (but for the shuffle) are JSON text here.
         """
         fields = asdict(self) | {"shuffle": self.shuffle.to_json()}
-        given = ((name, getattr(self, name)) for name in _AS_TEXT)
-        texts = {n: json.dumps(value, separators=(",", ":")) for n, value in given if value is not None}
+        pairs = ((name, getattr(self, name)) for name in _AS_TEXT)
+        texts = {n: json.dumps(value, separators=(",", ":")) for n, value in pairs if value is not None}
         return fields | texts
 
     @classmethod

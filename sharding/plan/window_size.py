@@ -84,9 +84,9 @@ def choose_window_blocks(
     mixes = kind == "window"
     most = _SINGLES if mixes and not (table.num_samples > 1).any() else num_blocks
     mixed = max(READ_BYTES, WINDOW_BYTES * USUAL_BLOCK_BYTES // max(mean, USUAL_BLOCK_BYTES))
-    aim, one = (mixed, ONE_WINDOW_BYTES) if mixes else (READ_BYTES, READ_BYTES)
+    aim, whole_bytes = (mixed, ONE_WINDOW_BYTES) if mixes else (READ_BYTES, READ_BYTES)
     blocks = f"blocks of {_mib(mean)} on average"
-    if total <= min(one, allowed) and num_blocks <= most:
+    if total <= min(whole_bytes, allowed) and num_blocks <= most:
         return WindowSize(
             num_blocks,
             f"all {num_blocks:,} {blocks}: the whole dataset fits into one window",
@@ -131,9 +131,9 @@ def resolve_windows(
         share = max(1, (memory_limit or DEFAULT_LIMIT) // len(tables))
     sizes = [choose_window_blocks(table, share, shuffle.kind) for table in tables]
     of_sources = tuple(size.window_blocks for size in sizes)
-    size = min(sizes, key=lambda one: (one.is_whole, one.window_blocks * (-1 if one.is_whole else 1)))
+    size = min(sizes, key=lambda w: (w.is_whole, w.window_blocks * (-1 if w.is_whole else 1)))
     resolved = shuffle.resolved(size.window_blocks)
-    if shuffle.ramp is None and any(one.is_whole and one.nbytes > SOON_BYTES for one in sizes):
+    if shuffle.ramp is None and any(w.is_whole and w.nbytes > SOON_BYTES for w in sizes):
         resolved = replace(resolved, ramp=FIRST_WINDOW_BLOCKS)
     if len({*of_sources}) > 1:
         resolved = replace(resolved, source_windows=of_sources)
@@ -141,7 +141,7 @@ def resolve_windows(
     if resolved.num_lanes > size.window_blocks:
         reason = f"one of each lane; without lanes {size.window_blocks:,}: {reason}"
     if len(tables) > 1:
-        reason = f"{reason}; {sum(one.is_whole for one in sizes)} of {len(sizes)} sources in one window each"
+        reason = f"{reason}; {sum(w.is_whole for w in sizes)} of {len(sizes)} sources in one window each"
     of_size = resolved.of_source(sizes.index(size)).window_blocks or 0
     small = small_windows(size.num_blocks, of_size, resolved.num_lanes, resolved.ramp or False)
     if small:

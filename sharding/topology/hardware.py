@@ -67,7 +67,7 @@ def _cpus_of_numa_nodes(root: Path) -> dict[int, frozenset[int]] | None:
 def _numa_node_of_cpus(nodes: Mapping[int, frozenset[int]] | None, cpus: frozenset[int]) -> Fact:
     if nodes is None:
         return Fact(None, _NO_NODES)
-    homes = sorted(node for node, own in nodes.items() if own & cpus)
+    homes = sorted(node for node, node_cpus in nodes.items() if node_cpus & cpus)
     if len(homes) == 1:
         return Fact(homes[0])
     if not homes:

@@ -174,13 +174,13 @@ class Topology:
             why["node"] = rank_info.why_no_node
         elif rank_info.num_nodes == 1:
             facts["nodes_of_ranks"] = (0,) * rank_info.world_size
-            for one, every in (("host", "hosts"), ("rack", "racks")):
-                facts[every] = None if facts[one] is None else (facts[one],)
-                why[every] = why[one]
+            for name, every in (("host", "hosts"), ("rack", "racks")):
+                facts[every] = None if facts[name] is None else (facts[name],)
+                why[every] = why[name]
         numbers = rank_info._asdict()
         del numbers["why_no_node"]
-        found = cls(**numbers, replicate=replicate, **facts, reasons=tuple(why.items()))
-        return found if sysfs is None else found.with_hardware(sysfs, cpus)
+        topology = cls(**numbers, replicate=replicate, **facts, reasons=tuple(why.items()))
+        return topology if sysfs is None else topology.with_hardware(sysfs, cpus)
 
     def with_hardware(self, sysfs: str = "/sys", cpus: Iterable[int] | None = None) -> Topology:
         """The topology with this machine's NUMA nodes; arguments as those of `detect`."""

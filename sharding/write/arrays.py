@@ -106,53 +106,53 @@ def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
 
 def as_kind(array: pa.Array, kind: pa.DataType | None, *, rounds: bool = False) -> pa.Array:
     """Return an array as one of another type that holds the same values. Raises as `array_of` does."""
-    own = array.type
-    if kind is None or kind == own:
+    origin = array.type
+    if kind is None or kind == origin:
         return array
-    if pa.types.is_null(own):
+    if pa.types.is_null(origin):
         return pa.nulls(len(array), kind)
     if pa.types.is_dictionary(kind):
         coded = as_kind(array, kind.value_type, rounds=rounds).dictionary_encode()
         return pa.DictionaryArray.from_arrays(coded.indices.cast(kind.index_type), coded.dictionary)
     if isinstance(kind, pa.BaseExtensionType):
         return kind.wrap_array(as_kind(array, kind.storage_type, rounds=rounds))
-    if is_list(own) and (is_list(kind) or pa.types.is_fixed_size_list(kind)):
+    if is_list(origin) and (is_list(kind) or pa.types.is_fixed_size_list(kind)):
         items = as_kind(array.flatten(), kind.value_type, rounds=rounds)
         lengths = array.value_lengths().fill_null(0).to_numpy()
         return list_array(lengths, array.is_valid().to_numpy(zero_copy_only=False), items).cast(kind)
-    if pa.types.is_struct(own) and pa.types.is_struct(kind):
-        if more := {field.name for field in own} - {field.name for field in kind}:
+    if pa.types.is_struct(origin) and pa.types.is_struct(kind):
+        if more := {field.name for field in origin} - {field.name for field in kind}:
             raise TypeError(f"{kind} has no field {min(more)!r}")
         children = [
             as_kind(array.field(field.name), field.type, rounds=rounds)
-            if own.get_field_index(field.name) >= 0
+            if origin.get_field_index(field.name) >= 0
             else pa.nulls(len(array), field.type)
             for field in kind
         ]
         return pa.StructArray.from_arrays(children, fields=list(kind), mask=array.is_null())
-    if _is_number(own) and _is_number(kind):
+    if _is_number(origin) and _is_number(kind):
         return _as_number(array, kind, rounds)
     alike = (is_text, is_bytes, pa.types.is_decimal, pa.types.is_timestamp, pa.types.is_duration)
-    fits = any(is_kind(own) and is_kind(kind) for is_kind in (*alike, pa.types.is_time, pa.types.is_date))
-    fits |= is_bytes(own) and pa.types.is_fixed_size_binary(kind)
-    if pa.types.is_integer(own) and pa.types.is_decimal(kind):
+    fits = any(is_kind(origin) and is_kind(kind) for is_kind in (*alike, pa.types.is_time, pa.types.is_date))
+    fits |= is_bytes(origin) and pa.types.is_fixed_size_binary(kind)
+    if pa.types.is_integer(origin) and pa.types.is_decimal(kind):
         return array.cast(pa.decimal256(76, kind.scale)).cast(kind)
-    if not fits or (getattr(own, "tz", None) is None) != (getattr(kind, "tz", None) is None):
-        raise TypeError(f"{own} is no {kind}")
+    if not fits or (getattr(origin, "tz", None) is None) != (getattr(kind, "tz", None) is None):
+        raise TypeError(f"{origin} is no {kind}")
     return array.cast(kind)
 
 
 def _as_number(array: pa.Array, kind: pa.DataType, rounds: bool) -> pa.Array:
     if pa.types.is_floating(array.type) and not pa.types.is_floating(kind) and not rounds:
         raise TypeError(f"{array.type} is no {kind}")
-    made = array.cast(kind)  # no integer is rounded or cut here
+    numbers = array.cast(kind)  # no integer is rounded or cut here
     if pa.types.is_floating(array.type) and pa.types.is_floating(kind):
-        given = array.drop_null().to_numpy(zero_copy_only=False)
-        found = made.drop_null().to_numpy(zero_copy_only=False).astype(given.dtype)
-        lost = np.isinf(found) & ~np.isinf(given) if rounds else (found != given) & (given == given)
+        values = array.drop_null().to_numpy(zero_copy_only=False)
+        casts = numbers.drop_null().to_numpy(zero_copy_only=False).astype(values.dtype)
+        lost = np.isinf(casts) & ~np.isinf(values) if rounds else (casts != values) & (values == values)
         if lost.any():
-            raise ValueError(f"{given[lost][0].item()!r} ({array.type}) does not fit {kind}")
-    return made
+            raise ValueError(f"{values[lost][0].item()!r} ({array.type}) does not fit {kind}")
+    return numbers
 
 
 def _is_number(kind: pa.DataType) -> bool:

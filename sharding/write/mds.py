@@ -118,7 +118,7 @@ class _Columns:
     def encoded(self, samples: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
         """Yield samples: the lengths of what has no fixed size, and the values."""
         names, writers, pack, join = self.encodings.keys(), self._writers, self._pack, b"".join
-        varies = [i for i, one in enumerate(self._varies) if one]
+        varies = [i for i, is_varying in enumerate(self._varies) if is_varying]
         for fields in samples:
             if fields.keys() != names:
                 check_row(fields)
@@ -239,9 +239,9 @@ def _number(dtype: np.dtype[Any], rounds: bool) -> Callable[[Any], bytes]:
                 raise TypeError(f"a number of {dtype.name} is asked for")
         data = packed(value)
         if is_float:
-            found = form.unpack(data)[0]
-            if found != value and value == value and not (rounds and isinstance(value, (float, np.floating))):
-                raise ValueError(f"{value!r} would be {found!r} in {dtype.name}")
+            copy = form.unpack(data)[0]
+            if copy != value and value == value and not (rounds and isinstance(value, (float, np.floating))):
+                raise ValueError(f"{value!r} would be {copy!r} in {dtype.name}")
         return data
 
     def packed(value: Any) -> bytes:

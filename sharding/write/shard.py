@@ -393,4 +393,4 @@ def _is_pickled(extension: str, value: Any) -> bool:
     if not set(PICKLED_EXTENSIONS).isdisjoint(extension.lower().split(".")):
         return True
     values = value.values() if isinstance(value, Mapping) else [value]
-    return any(isinstance(one, np.ndarray) and one.dtype.hasobject for one in values)
+    return any(isinstance(item, np.ndarray) and item.dtype.hasobject for item in values)

@@ -42,13 +42,13 @@ def column_of(rows: Sequence[Mapping[str, Any] | None], name: str) -> list[Any]:
 
 def json_value(value: Any) -> Any:
     """Return what JSON has for a number, text or array of numpy or torch: the `default` of encoders."""
-    found = plain_value(value)
-    if isinstance(found, (np.ndarray, np.generic)) and found.dtype.kind in "biufUO":
-        found = found.tolist()
-    if found is value or isinstance(found, np.generic):
+    result = plain_value(value)
+    if isinstance(result, (np.ndarray, np.generic)) and result.dtype.kind in "biufUO":
+        result = result.tolist()
+    if result is value or isinstance(result, np.generic):
         kind = type(value).__name__
         raise TypeError(f"a value of type {kind} is none of JSON's; tar and Parquet shards hold byte strings")
-    return found
+    return result
 
 
 def check_keys(value: Any) -> None:

@@ -121,8 +121,8 @@ class ShardWriter:
                 raise ValueError(f"format {name!r} needs dtype=, the type of a token, such as 'uint16'")
             options = TokenOptions(dtype=dtype, length=length, end_token=end_token, tokenizer=tokenizer)
             self._new_shard = partial(resolve_name(_TOKENS[name]), options=options)
-        elif given := [option for option, value in tokens.items() if value is not None]:
-            raise ValueError(f"{given[0]}= is for formats {' and '.join(_TOKENS)}, not for {name!r}")
+        elif token_options := [option for option, value in tokens.items() if value is not None]:
+            raise ValueError(f"{token_options[0]}= is for formats {' and '.join(_TOKENS)}, not for {name!r}")
         elif columns is not None and name != "mds":
             raise ValueError(f"columns= is for format 'mds', not for {name!r}")
         elif name == "mds":
