@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.core.kernels import kernels
-from sharding.core.library import address_of
+from sharding.core.library import address_of, library
 from sharding.order.permutations import sum_key
 from sharding.spans import Ints
 
@@ -80,7 +79,8 @@ class BatchSums:
             own_at, first = (0, own.start) if isinstance(own, slice) else (address_of(own), 0)
             blocks = (0, 0, 0, 0) if samples is None else samples.table
             table.append((address_of(rows), own_at, len(rows), first, *blocks, *of_all))
-        kernels().sum_samples(np.array(table, np.uint64))
+        parts = np.array(table, np.uint64)  # fields of `core_samples`
+        library().core_sum_samples(address_of(parts), len(parts))
         both = buffer[1:].view(np.uint64).reshape(num, 2).T
         self.note(epoch, first_batch, np.vstack([sizes.astype(np.uint64), both]))
 
