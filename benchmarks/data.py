@@ -69,7 +69,7 @@ class Data:
 
     def make(self, workload: str) -> None:
         """Make what a workload reads, unless it is there."""
-        producers = {
+        makers = {
             "W1": self._images,
             "W1-raw": self._raw,
             "W2": self._tokens,
@@ -79,7 +79,7 @@ class Data:
         if workload == "W1-raw":
             self.make("W1")
         arguments = asdict(self.sizes) | {"jpegs": str(self.jpeg_folder) if "W1" in workload else None}
-        once(self.root / workload, producers[workload], arguments)
+        once(self.root / workload, makers[workload], arguments)
 
     def _images(self, folder: Path) -> None:
         s = self.sizes

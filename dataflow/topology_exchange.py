@@ -16,9 +16,9 @@ import numpy as np
 import torch.distributed as dist
 
 from sharding.errors import DataflowError
-from sharding.topology.launchers import Env, RankInfo, detect_rank_info, slurm_switch
-from sharding.topology.replicas import Replicate
-from sharding.topology.topology import Racks, Topology, given_variables
+from sharding.topology.launchers import Env, RankInfo, detect_rank_info, given_variables, slurm_switch
+from sharding.topology.replicas import DataParallel as DataParallel, Replicate
+from sharding.topology.topology import Racks, Topology
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -126,8 +126,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """One dataset a format, made when first asked for. Tests only read it."""
-    producers = {**MAKERS, "ints": make_ints_tar}
-    return functools.cache(lambda name: producers[name](tmp_path_factory.mktemp(name.replace(".", "-"))))
+    makers = {**MAKERS, "ints": make_ints_tar}
+    return functools.cache(lambda name: makers[name](tmp_path_factory.mktemp(name.replace(".", "-"))))
 
 
 @pytest.fixture(scope="session")

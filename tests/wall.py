@@ -93,6 +93,8 @@ OUTSIDE = {
 }
 """What is not the core: by what it is for, its packages and modules."""
 _MODULES_OUTSIDE = tuple(module for modules in OUTSIDE.values() for module in modules)
+VALUES = {f"dataflow.{name}" for name in ("limits", "ragged", "stats", "tables", "topology_exchange")}
+"""Modules at the front door that everybody may use, as those in `sharding/*.py` and `prefetch/*.py`."""
 OPENED_BY = {
     "dataflow": _MODULES_OUTSIDE,  # public names, imported when they are used
     "dataflow.loader": ("dataflow.telemetry.status", "dataflow.telemetry.timing.health"),
@@ -120,6 +122,20 @@ def is_in(module: str, modules: Iterable[str]) -> bool:
 def is_outside(module: str) -> bool:
     """Return whether a module is not of the core."""
     return is_in(module, _MODULES_OUTSIDE)
+
+
+def seams() -> dict[str, set[str]]:
+    """What packages outside use of the core beside public names and values, as the docs list it: by seam."""
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8").partition("<!-- seams -->")[2]
+    lines = text.partition("```text\n")[2].partition("```")[0].replace("/", ".").splitlines()
+    rows = (line.partition(":") for line in lines)
+    return {name: {module for part in parts.split() for module in _braced(part)} for name, _, parts in rows}
+
+
+def _braced(text: str) -> list[str]:
+    """Return "a.b" and "a.c" of "a.{b,c}"."""
+    folder, _, names = text.rstrip("}").partition("{")
+    return [folder + name for name in names.split(",")]
 
 
 def module_of(path: Path) -> str:

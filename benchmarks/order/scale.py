@@ -119,9 +119,9 @@ def measured(contestant: str, num_samples: int) -> dict[str, Any]:
 
 def measure(contestant: str, num_samples: int, num_positions: int = 1_000_000) -> dict[str, Any]:
     """One case, in this process; look-ups of a tenth of the positions where each is a call."""
-    producers = {"mosaic": mosaic, "grain": grain}
-    if contestant in producers:
-        plan, seek, facts = producers[contestant](num_samples)
+    makers = {"mosaic": mosaic, "grain": grain}
+    if contestant in makers:
+        plan, seek, facts = makers[contestant](num_samples)
     else:
         plan, seek, facts = ours(num_samples, contestant)
     before = _peak_mb()

@@ -76,14 +76,14 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     for width, height in SIZES:
-        producers = ways(jpeg(width, height))
-        made = {name: producer() for name, producer in producers.items()}
+        makers = ways(jpeg(width, height))
+        made = {name: maker() for name, maker in makers.items()}
         assert torch.equal(made["float32"], made["processor"])
-        seconds: dict[str, list[float]] = {name: [] for name in producers}
+        seconds: dict[str, list[float]] = {name: [] for name in makers}
         for _ in range(arguments.repeats):
-            for name, producer in producers.items():
+            for name, maker in makers.items():
                 start = time.thread_time()
-                producer()
+                maker()
                 seconds[name].append(time.thread_time() - start)
         median = {name: statistics.median(times) for name, times in seconds.items()}
         row = {"width": width, "height": height}

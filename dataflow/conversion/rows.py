@@ -19,7 +19,6 @@ import pyarrow as pa
 from dataflow.conversion.values import decode_of, values_of
 from dataflow.staging.block_source import BlockSource
 from dataflow.staging.rows import BlockRows, by_block, read_rows
-from prefetch.memory.mapping import Mappings
 from prefetch.store.reader import StoreReader
 from sharding.arrow_arrays import number_array
 from sharding.blocks import Block
@@ -127,9 +126,7 @@ class StoredRows:
     @contextmanager
     def _opened(self) -> Iterator[BlockSource]:
         with closing(StoreReader(self._options, policy=self._policy)) as reader:
-            yield BlockSource(
-                catalog=self.catalog, format=self.codec, reader=reader, outputs=(), mappings=Mappings()
-            )
+            yield BlockSource(catalog=self.catalog, format=self.codec, reader=reader, outputs=())
 
     def _samples(self, part: BlockRows) -> list[Sample]:
         values, specs, block = dict[str, list[Any]](), self.catalog.schema, part.block

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.core.kernels import kernels
-from sharding.core.library import address_of
+from sharding.core.library import address_of, library
 from sharding.order.permutations import sum_key
 from sharding.spans import Ints
 
@@ -80,7 +79,8 @@ class BatchSums:
             targets_at, first = (0, targets.start) if isinstance(targets, slice) else (address_of(targets), 0)
             blocks = (0, 0, 0, 0) if samples is None else samples.table
             table.append((address_of(rows), targets_at, len(rows), first, *blocks, *of_all))
-        kernels().sum_samples(np.array(table, np.uint64))
+        fields = np.array(table, np.uint64)  # of `core_samples`
+        library().core_sum_samples(address_of(fields), len(fields))
         both = buffer[1:].view(np.uint64).reshape(num, 2).T
         self.note(epoch, first_batch, np.vstack([sizes.astype(np.uint64), both]))
 

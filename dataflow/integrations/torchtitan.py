@@ -27,9 +27,8 @@ from dataflow.mixture import Mixture
 from dataflow.shard_order import ShardOrder
 from dataflow.text.chat import ChatTemplate
 from dataflow.text.tokenize import Tokenize
-from dataflow.topology_exchange import detect_topology
+from dataflow.topology_exchange import DataParallel, detect_topology
 from sharding.lengths.batching import Packed
-from sharding.topology.replicas import DataParallel
 from sharding.topology.topology import Topology
 
 with needed_for(__name__, extra="titan"):

@@ -81,7 +81,7 @@ class BlockSource:
     format: Format
     reader: StoreReader
     outputs: Sequence[StagedOutput]
-    mappings: Mappings = field(compare=False)
+    mappings: Mappings = field(default_factory=Mappings, compare=False)
     traffic: Traffic = field(default_factory=Traffic)
     gate: ReadGate | None = field(default=None, compare=False)
     """Says how many reads may run; None: as many as there are threads."""

@@ -102,10 +102,6 @@ class Kernels:
         tables = map(address_of, (shares, owed, lengths, upcoming, end))
         return int(self._library.core_token_draws(*tables, len(shares), address_of(out), len(out)))
 
-    def sum_samples(self, table: NDArray[np.uint64]) -> None:
-        """Add samples to the sums of their batches; `table`: fields of `core_samples`, uint64 [parts, 13]."""
-        self._library.core_sum_samples(address_of(table), len(table))
-
     def interleave(self, columns: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         """Let columns of one shape and dtype become the last dimension of `out`, which is C-contiguous."""
         width = out.itemsize

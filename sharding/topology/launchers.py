@@ -9,6 +9,7 @@ come before Slurm's: under `mpirun` in a Slurm job, SLURM_PROCID is the rank of 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -40,6 +41,11 @@ class RankInfo(NamedTuple):
     def alone_on_its_node(cls, rank: int, world_size: int, source: str, why: str = _ONE_A_NODE) -> RankInfo:
         """A rank of which no node is known: alone, it shares nothing by mistake."""
         return cls(rank, world_size, 0, 1, rank, world_size, source, why)
+
+
+def given_variables(env: Env | None) -> Env:
+    """The environment without empty variables, which launchers mean as unset; `os.environ` when None."""
+    return {name: text for name, text in (os.environ if env is None else env).items() if text.strip()}
 
 
 def detect_rank_info(env: Env) -> RankInfo:

@@ -12,7 +12,6 @@ agrees without a word; those about this process alone (`node`, `numa_node`, ...)
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
@@ -20,7 +19,7 @@ from itertools import islice
 from typing import Any
 
 from sharding.topology.hardware import read_hardware
-from sharding.topology.launchers import Env, RankInfo, detect_rank_info, slurm_switch
+from sharding.topology.launchers import Env, RankInfo, detect_rank_info, given_variables, slurm_switch
 from sharding.topology.replicas import DataParallel, Replicate, checked_replicate, data_rank_info, data_ranks
 
 Racks = Mapping[str, str] | Callable[[str], str | None]
@@ -272,11 +271,6 @@ class Topology:
     def describe(self) -> str:
         """Some lines for people: this process, the nodes, its hardware, and what is not known."""
         return "\n".join([*_process(self), *_nodes(self), *_hardware(self), *_unknown(self)])
-
-
-def given_variables(env: Env | None) -> Env:
-    """The environment without empty variables, which launchers mean as unset; `os.environ` when None."""
-    return {name: text for name, text in (os.environ if env is None else env).items() if text.strip()}
 
 
 def rack_of(host: str | None, racks: Racks) -> tuple[str | None, str]:

@@ -318,7 +318,7 @@ def ours() -> Item:
     made = make_ints_tar(folder, 2000)
     url = _open.enter_context(slowstore(folder, "--latency-ms", "2"))
     names, cache = [f"{url}/{path.name}" for path in made.shards], Cache(folder / "cache", "1MB")
-    producers: list[Callable[[], Any]] = [
+    makers: list[Callable[[], Any]] = [
         lambda: DataLoader(made.open(), 32, shuffle=True, num_workers=4, workers="thread"),
         lambda: DataLoader(made.open(transform=dict), 32, shuffle=True, num_workers=2, workers="process"),
         lambda: DataLoader(ShardedDataset(names), 32, shuffle=True),
@@ -326,7 +326,7 @@ def ours() -> Item:
         lambda: DataLoader(Items(torch.zeros(1000).add), 2, num_workers=2, workers="thread"),
         lambda: DataLoader(Items(torch.zeros(1000).add), 2, num_workers=1, persistent_workers=True),
     ]
-    started = threading.Barrier(len(producers) + 1)
+    started = threading.Barrier(len(makers) + 1)
 
     def run(make: Callable[[], Any]) -> None:
         first = True
@@ -339,7 +339,7 @@ def ours() -> Item:
                             first = False
                             started.wait()
 
-    for make in producers:
+    for make in makers:
         threading.Thread(target=run, args=(make,), daemon=True).start()
     started.wait(60)
     return lambda i: torch.zeros(1000) + i

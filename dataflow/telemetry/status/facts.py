@@ -13,8 +13,7 @@ from typing import Any
 
 from sharding.printable import printable_name
 from sharding.redaction import without_secrets
-from sharding.topology.launchers import RankInfo, detect_rank_info
-from sharding.topology.topology import given_variables
+from sharding.topology.launchers import RankInfo, detect_rank_info, given_variables
 
 _MOST_LETTERS = 300
 _OF_JOB = (

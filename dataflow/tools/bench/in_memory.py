@@ -18,9 +18,6 @@ from numpy.typing import NDArray
 from dataflow.dataset import ShardedDataset
 from dataflow.outputs.resolve import resolve_outputs
 from dataflow.staging.block_source import BlockSource
-from prefetch.control.pause import ReadPause
-from prefetch.memory.guards import FileGuards
-from prefetch.store.ranges import Awaited
 from prefetch.store.reader import StoreReader
 from sharding.blocks import Block, Shard
 from sharding.catalog.reading import read_block
@@ -36,15 +33,7 @@ class BlocksInMemory(StoreReader):
         super().__init__()
         self._kept = dict(_read_all(blocks, reader, keep=True))
 
-    def read_into(
-        self,
-        shard: Shard,
-        offset: int,
-        out: NDArray[np.uint8],
-        *,
-        checksum: int | None = None,
-        awaited: Awaited | None = None,
-    ) -> None:
+    def read_into(self, shard: Shard, offset: int, out: NDArray[np.uint8], **options: Any) -> None:
         """Copy a block, or neighbouring ones. `KeyError` for a range that is none."""
         filled = 0
         while filled < out.nbytes:
@@ -83,16 +72,9 @@ class InMemory(ShardedDataset):
         finally:
             reader.close()
 
-    def source(
-        self,
-        keep_mapped_bytes: int = 0,
-        guards: FileGuards | None = None,
-        pause: ReadPause | None = None,
-        *,
-        is_awaited: bool = False,
-    ) -> BlockSource:
+    def source(self, *arguments: Any, **options: Any) -> BlockSource:
         """Return what the loader reads with: memory."""
-        source = super().source(keep_mapped_bytes, guards, pause, is_awaited=is_awaited)
+        source = super().source(*arguments, **options)
         return source if self._kept is None else replace(source, reader=self._kept)
 
 

@@ -31,8 +31,8 @@ Sample = tuple[str, int]
 def open_all(folder: Path) -> list[ShardedDataset]:
     """Three datasets of three formats that deliver a number and the shard it came from."""
     made = []
-    producers = ((make_parquet, "label"), (make_jsonl, "label"), (make_ints_tar, "cls"))
-    for name, (make, column), size in zip("abc", producers, SIZES, strict=True):
+    makers = ((make_parquet, "label"), (make_jsonl, "label"), (make_ints_tar, "cls"))
+    for name, (make, column), size in zip("abc", makers, SIZES, strict=True):
         (folder / name).mkdir(exist_ok=True)
         kept = folder / name / "kept.catalog"
         made.append(

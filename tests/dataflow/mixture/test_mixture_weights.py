@@ -29,8 +29,8 @@ def sources(tmp_path: Path) -> list[ShardedDataset]:
 def opened(folder: Path) -> list[ShardedDataset]:
     """Three datasets that deliver a number, which tells the source by its thousands."""
     found = []
-    producers = ((make_parquet, "label"), (make_jsonl, "label"), (make_ints_tar, "cls"))
-    for number, ((make, column), size) in enumerate(zip(producers, SIZES, strict=True)):
+    makers = ((make_parquet, "label"), (make_jsonl, "label"), (make_ints_tar, "cls"))
+    for number, ((make, column), size) in enumerate(zip(makers, SIZES, strict=True)):
         own = folder / str(number)
         own.mkdir(exist_ok=True)
         made = make(own, num_samples=size)

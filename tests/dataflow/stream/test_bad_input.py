@@ -238,8 +238,8 @@ def test_permission_denied_is_said(tmp_path: Path, forbidding: type[Forbidding])
 
 
 @pytest.mark.parametrize("maker", [make_ints_tar, make_parquet, make_tokens_bin, make_jsonl])
-def test_a_shard_of_the_same_size_but_another_time_is_refused(tmp_path: Path, producer: Any) -> None:
-    made = producer(tmp_path)
+def test_a_shard_of_the_same_size_but_another_time_is_refused(tmp_path: Path, maker: Any) -> None:
+    made = maker(tmp_path)
     dataset = made.open()
     shard = made.shards[1]
     shard.write_bytes(shard.read_bytes())
@@ -491,8 +491,8 @@ def test_a_batch_of_variable_size_larger_than_the_limit_is_refused(tmp_path: Pat
 
 
 @pytest.mark.parametrize("maker", [make_tar, make_parquet, make_tokens_bin], ids=["tar", "parquet", "tokens"])
-def test_a_full_shuffle_takes_as_many_samples_at_a_time_as_fit(tmp_path: Path, producer: Any) -> None:
-    made = producer(tmp_path, 300)
+def test_a_full_shuffle_takes_as_many_samples_at_a_time_as_fit(tmp_path: Path, maker: Any) -> None:
+    made = maker(tmp_path, 300)
     with DataLoader(made.open(), 4, Shuffle("full"), memory_limit=120_000) as loader:
         assert delivered(loader) == by_plan(loader, made.samples, 0)
 
@@ -528,9 +528,9 @@ def charged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("maker", [make_tar, make_parquet, make_tokens_bin], ids=["tar", "parquet", "tokens"])
 @pytest.mark.parametrize("keep", [False, True], ids=["dropped", "kept"])
 def test_a_small_limit_holds_and_changes_nothing(
-    tmp_path: Path, watched: list[int], charged: list[int], producer: Any, keep: bool
+    tmp_path: Path, watched: list[int], charged: list[int], maker: Any, keep: bool
 ) -> None:
-    made = producer(tmp_path)
+    made = maker(tmp_path)
     limit = 200_000
     with DataLoader(made.open(), 4, Shuffle("window", 2), memory_limit=limit) as loader:
         for epoch in range(3):
@@ -544,9 +544,9 @@ def test_a_small_limit_holds_and_changes_nothing(
 @pytest.mark.here
 @pytest.mark.parametrize("maker", [make_tar, make_parquet, make_tokens_bin], ids=["tar", "parquet", "tokens"])
 def test_the_limit_that_the_errors_ask_for_is_enough_and_is_kept(
-    tmp_path: Path, watched: list[int], charged: list[int], producer: Any
+    tmp_path: Path, watched: list[int], charged: list[int], maker: Any
 ) -> None:
-    made, limit, asked = producer(tmp_path, 200), 5000, 0
+    made, limit, asked = maker(tmp_path, 200), 5000, 0
     dataset = made.open()
     while True:
         watched.clear()

@@ -72,9 +72,9 @@ def _no_thread_is_left() -> Iterator[None]:
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("maker", [make_tar, make_parquet, make_tokens_bin], ids=["tar", "parquet", "tokens"])
 @pytest.mark.parametrize("limit", ["200kB", "1GB"])
-def test_a_list_of_all_batches_keeps_every_one_intact(tmp_path: Path, producer: Any, limit: str) -> None:
+def test_a_list_of_all_batches_keeps_every_one_intact(tmp_path: Path, maker: Any, limit: str) -> None:
     """Slots must not be reused while any of their views lives, however small the limit is."""
-    made = producer(tmp_path)
+    made = maker(tmp_path)
     with DataLoader(made.open(), 4, Shuffle("window", 2), memory_limit=limit) as loader:
         epochs = [list(loader) for _ in range(3)]
         for epoch, batches in enumerate(epochs):
@@ -325,8 +325,8 @@ def test_torchs_thread_count_is_left_alone(ints: Made) -> None:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("maker", [make_tar, make_parquet], ids=["tar", "parquet"])
-def test_twenty_epochs_hold_no_more_descriptors_or_memory_than_two(tmp_path: Path, producer: Any) -> None:
-    made = producer(tmp_path)
+def test_twenty_epochs_hold_no_more_descriptors_or_memory_than_two(tmp_path: Path, maker: Any) -> None:
+    made = maker(tmp_path)
     with DataLoader(made.open(), 4, Shuffle("window", 2), workers="thread") as loader:
         for _ in range(2):
             list(loader)

@@ -1,4 +1,4 @@
-"""The executor of build plans, against a plain loop over the rows."""
+"""The kernels that run tables of copies, against a plain loop over the rows."""
 
 from __future__ import annotations
 
@@ -207,9 +207,9 @@ def test_a_plan_that_writes_outside_its_destination_cannot_be_made() -> None:
 @pytest.mark.here
 @pytest.mark.parametrize("maker", [*MAKERS][::-1])
 def test_loaders_deliver_the_same_without_compiled_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, producer: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maker: str
 ) -> None:
-    data = MAKERS[producer](tmp_path, 60)
+    data = MAKERS[maker](tmp_path, 60)
 
     def epoch() -> list[Any]:
         with DataLoader(data.open(), 7, shuffle=True) as loader:
@@ -251,9 +251,9 @@ def test_a_library_that_cannot_be_used_is_an_error_that_names_the_cure(
 @pytest.mark.here
 @pytest.mark.parametrize("maker", ["tar", "parquet", "tokens.npy"])
 def test_a_loader_without_it_fails_at_once_and_leaves_out_no_sample(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, producer: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maker: str
 ) -> None:
-    data = MAKERS[producer](tmp_path)
+    data = MAKERS[maker](tmp_path)
     monkeypatch.setattr("prefetch.core.kernels.Kernels", partial(Kernels, tmp_path / "libcore.so"))
     kernels.cache_clear()
     with DataLoader(data.open(on_error="skip"), 4) as loader, pytest.raises(ImportError, match=CURE):

@@ -115,7 +115,7 @@ def test_pages_that_cannot_be_read_are_an_error_that_names_their_block(
     shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing = SimpleNamespace(bring=lambda _: np.array([0, errno.EIO]))
-    monkeypatch.setattr("prefetch.memory.mapping.executor", lambda: failing)
+    monkeypatch.setattr("prefetch.memory.mapping.kernels", lambda: failing)
     with pytest.raises(ShardReadError, match=os.strerror(errno.EIO)) as caught:
         Mappings().hold([(shard, 0, PAGE), (shard, PAGE, PAGE)])
     assert (caught.value.shard, caught.value.offset) == (shard.url, PAGE)
