@@ -182,8 +182,8 @@ class ShardedDataset(Sharded, Dataset[S]):
                 header=header, block_bytes=block_bytes, progress=progress, allow_unfinished=allow_unfinished,
             )  # fmt: skip
             listing, self.catalog = opening.find(source)
-        kept = source if catalog is None and is_catalog(source) else catalog
-        path = str(kept) if isinstance(kept, (str, os.PathLike)) else ""
+        location = source if catalog is None and is_catalog(source) else catalog
+        path = str(location) if isinstance(location, (str, os.PathLike)) else ""
         self.catalog_path = local_path(path) if path and is_local(path) else None
         """The file where its catalog was saved, if the user said where, and on this machine."""
         self.transform, self.batch_transform = transform, batch_transform
@@ -304,14 +304,14 @@ class ShardedDataset(Sharded, Dataset[S]):
     @property
     def kept_blocks(self) -> BlockTable:
         """The blocks, how many samples of each are in the view, and bytes, with those of their matches."""
-        table, kept = self.catalog.blocks, self.selection.num_samples
-        beside = np.zeros(len(kept), np.int64)
+        table, num_samples = self.catalog.blocks, self.selection.num_samples
+        beside = np.zeros(len(num_samples), np.int64)
         for join in self.joins_used:
             other = join.other.catalog.blocks
             each = np.maximum(other.length, other.nbytes).sum() / max(1, other.num_samples.sum())
-            beside += (kept * each).astype(np.int64)
+            beside += (num_samples * each).astype(np.int64)
         length, nbytes = table.length + beside, table.nbytes + beside
-        return structs.replace(table, num_samples=kept, length=length, nbytes=nbytes)
+        return structs.replace(table, num_samples=num_samples, length=length, nbytes=nbytes)
 
     def num_samples(self, epoch: int) -> int:
         """Samples of an epoch: of any, the same."""
@@ -491,11 +491,11 @@ class ShardedDataset(Sharded, Dataset[S]):
 
         if not isinstance(other, ShardedDataset):
             raise TypeError(f"a ShardedDataset is joined to another one, got {type(other).__name__}")
-        outputs, found = match_datasets(self, other, on, suffix=suffix, amplification=amplification)
+        outputs, match = match_datasets(self, other, on, suffix=suffix, amplification=amplification)
         brought = other._view(other.selection)
         brought.outputs, brought._all_columns, brought._is_joined = outputs, False, True
-        view = self._view(found.selection)
-        join = Join(other=brought, matches=found.matches, amplification=amplification, report=found.report)
+        view = self._view(match.selection)
+        join = Join(other=brought, matches=match.matches, amplification=amplification, report=match.report)
         view.joins, view.outputs = (*self.joins, join), (*self.outputs, *outputs)
         return view
 
@@ -513,9 +513,9 @@ class ShardedDataset(Sharded, Dataset[S]):
         outputs = {output.name: output for output in self.outputs}
         if types and self._resolve is not None:
             view.catalog = self.catalog.reading(self.catalog.columns, {**self.catalog.types, **types})
-            own = {output.name for output in self._own_outputs}
+            local_names = {output.name for output in self._own_outputs}
             resolved = self._resolve(view.catalog.schema)
-            outputs |= {output.name: output for output in resolved if output.name in own}
+            outputs |= {output.name: output for output in resolved if output.name in local_names}
         view.outputs = tuple(outputs[name] for name in names)
         return view
 

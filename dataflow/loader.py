@@ -518,7 +518,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
 
 
 _INSTEAD_OF_SAMPLERS = "; dataset.balanced(by=..., weights=...) draws classes, dataset.subset(...) samples"
-_DEFAULTS = {name: one.default for name, one in inspect.signature(DataLoader.__init__).parameters.items()}
+_DEFAULTS = {name: param.default for name, param in inspect.signature(DataLoader.__init__).parameters.items()}
 
 
 def _described_size(dataset: Any) -> str:
@@ -541,11 +541,11 @@ def _checked_label(name: str | None, role: Role | None) -> tuple[str | None, Rol
     return name, role
 
 
-def _refuse(why: str, given: Mapping[str, Any], cure: str = "") -> None:
+def _refuse(why: str, arguments: Mapping[str, Any], cure: str = "") -> None:
     """Raise `ValueError` where an argument is not its default: each is None, a truth value or a number."""
     refused = [
         f"{name}="
-        for name, value in given.items()
+        for name, value in arguments.items()
         if (value is not None if (default := _DEFAULTS[name]) is None else value != default)
     ]
     if refused:

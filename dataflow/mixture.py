@@ -106,9 +106,9 @@ class Mixture(Sharded):
         named = [name for name, rule in rules.items() if rule is not None]
         if len(named) > 1:
             raise ValueError(f"a mixture has one rule for its shares, got {' and '.join(named)}")
-        self.sources = _in_common_types([source for member in self.members for source in _sources(member)])
+        self.sources = _in_common_types([dataset for member in self.members for dataset in _sources(member)])
         """The datasets, those of nested mixtures in their place, columns in one order and in one type."""
-        sizes = [len(source) for source in self.sources]
+        sizes = [len(component) for component in self.sources]
         if weights is not None:
             schedule = {0: weights}
         elif temperature is not None:
@@ -261,7 +261,7 @@ class Mixture(Sharded):
 
         Sources behind the last one with a share do not count: they may be added while a training goes on.
         """
-        marks = [source.fingerprint() for source in self.sources[: self.spec.num_used]]
+        marks = [component.fingerprint() for component in self.sources[: self.spec.num_used]]
         return hashlib.blake2b(repr((marks, self.spec.digest)).encode(), digest_size=8).hexdigest()
 
     def num_samples(self, epoch: int) -> int:
@@ -281,15 +281,15 @@ class Mixture(Sharded):
         """
         parts = np.split(lengths, np.cumsum(self.spec.sizes)[:-1])
 
-        def in_order(source: int, epoch: int) -> NDArray[np.integer]:
-            return epoch_lengths(self._order(source, epoch, shuffle.resolved(), seed), parts[source])
+        def in_order(component: int, epoch: int) -> NDArray[np.integer]:
+            return epoch_lengths(self._order(component, epoch, shuffle.resolved(), seed), parts[component])
 
-        kept = lru_cache(2 * len(self.sources))(in_order)
-        return TokenEpochs(self.spec, kept, take=kernels().token_draws)
+        lengths_of = lru_cache(2 * len(self.sources))(in_order)
+        return TokenEpochs(self.spec, lengths_of, take=kernels().token_draws)
 
-    def _order(self, source: int, epoch: int, shuffle: Shuffle, seed: int) -> SelectedOrder:
-        own = source_seed(seed, source)
-        return self.sources[source].windows(epoch, shuffle.of_source(source), seed=own)
+    def _order(self, component: int, epoch: int, shuffle: Shuffle, seed: int) -> SelectedOrder:
+        component_seed = source_seed(seed, component)
+        return self.sources[component].windows(epoch, shuffle.of_source(component), seed=component_seed)
 
     def windows(
         self, epoch: int, shuffle: Shuffle, *, seed: int, interleaving: Interleaving | None = None
@@ -304,14 +304,14 @@ class Mixture(Sharded):
             seed=seed,
             epoch=epoch,
             shuffle=shuffle,
-            sizes=[len(source) for source in self.sources],
-            num_blocks=[int(np.count_nonzero(source.selection.num_samples)) for source in self.sources],
-            orders=lambda source, source_epoch: self._order(source, source_epoch, shuffle, seed),
+            sizes=[len(component) for component in self.sources],
+            num_blocks=[int(np.count_nonzero(component.selection.num_samples)) for component in self.sources],
+            orders=lambda component, source_epoch: self._order(component, source_epoch, shuffle, seed),
         )
 
     def _shown(self) -> Iterator[Row]:
-        for share, source in islice(zip(self.shares, self.sources, strict=True), _SOURCES_SHOWN):
-            yield f"{float(share):.3g} of", repr(source)
+        for share, component in islice(zip(self.shares, self.sources, strict=True), _SOURCES_SHOWN):
+            yield f"{float(share):.3g} of", repr(component)
         yield "sources", f"{len(self.sources):,}"
         yield "set", self._weights_set
         yield "stop", self.spec.stop or "repeats"
@@ -319,8 +319,8 @@ class Mixture(Sharded):
 
     def _line(self) -> Iterator[str]:
         parts = (
-            f"{float(share):.3g} of {len(source):,} samples"
-            for share, source in zip(self.shares, self.sources, strict=True)
+            f"{float(share):.3g} of {len(component):,} samples"
+            for share, component in zip(self.shares, self.sources, strict=True)
         )
         counts = ', shares="tokens"' if self.spec.counts == "tokens" else ""
         yield f"{listed_shortly(parts, _SOURCES_SHOWN)}; stop={self.spec.stop or 'repeats'}{counts}"
@@ -360,58 +360,58 @@ def _parts(member: Member, counts: Counts) -> Sequence[Fraction]:
     return spec.steps[0][1]
 
 
-def _in_common_types(sources: Sequence[ShardedDataset]) -> tuple[ShardedDataset, ...]:
-    """The sources with their columns in the order of the first, in types that hold the values of all.
+def _in_common_types(components: Sequence[ShardedDataset]) -> tuple[ShardedDataset, ...]:
+    """The components with their columns in the order of the first, in types that hold the values of all.
 
     Those that are of other columns or types all the same come as they are: `_common_outputs` says why.
     """
-    names = [output.name for output in sources[0].outputs]
-    if any({output.name for output in source.outputs} != {*names} for source in sources):
-        return tuple(sources)
-    delivered = [{output.name: output for output in source.outputs} for source in sources]
-    types: list[dict[str, ColumnSpec]] = [{} for _ in sources]
+    names = [output.name for output in components[0].outputs]
+    if any({output.name for output in component.outputs} != {*names} for component in components):
+        return tuple(components)
+    delivered = [{output.name: output for output in component.outputs} for component in components]
+    types: list[dict[str, ColumnSpec]] = [{} for _ in components]
     for name in names:
-        outputs = [own[name] for own in delivered]
+        outputs = [by_name[name] for by_name in delivered]
         if all(output == outputs[0] for output in outputs):
             continue
-        specs = [source.stored_specs(output) for source, output in zip(sources, outputs, strict=True)]
-        common = common_spec([spec for own in specs for spec in own.values()]) if all(specs) else None
+        specs = [dataset.stored_specs(output) for dataset, output in zip(components, outputs, strict=True)]
+        common = common_spec([spec for schema in specs for spec in schema.values()]) if all(specs) else None
         if common is None:
             continue
         # Errors of values that it cannot hold name a shard that has it.
-        has = [any(is_alike(spec, common) for spec in own.values()) for own in specs]
-        common = replace(common, note=sources[has.index(True) if any(has) else 0].catalog.shard(0).url)
-        for own, wider in zip(types, specs, strict=True):
-            own.update(dict.fromkeys(wider, common))
-    views = [source.delivering(names, own) for source, own in zip(sources, types, strict=True)]
+        has = [any(is_alike(spec, common) for spec in schema.values()) for schema in specs]
+        common = replace(common, note=components[has.index(True) if any(has) else 0].catalog.shard(0).url)
+        for column_types, wider in zip(types, specs, strict=True):
+            column_types.update(dict.fromkeys(wider, common))
+    views = [component.delivering(names, schema) for component, schema in zip(components, types, strict=True)]
     columns: list[Sequence[Output]] = list(zip(*(view.outputs for view in views), strict=True))
     for number, column in enumerate(columns):
         arrays = [output.as_array() for output in column]
-        if any(output != column[0] for output in column) and all(one == arrays[0] for one in arrays):
+        if any(output != column[0] for output in column) and all(array == arrays[0] for array in arrays):
             columns[number] = arrays  # of one dtype and shape, wherever formats leave them
     for number, (view, *outputs) in enumerate(zip(views, *columns, strict=True)):
-        if any(one is not other for one, other in zip(outputs, view.outputs, strict=True)):
+        if any(output is not other for output, other in zip(outputs, view.outputs, strict=True)):
             views[number] = view._view(view.selection)
             views[number].outputs = tuple(outputs)
     return tuple(views)
 
 
-def _common_outputs(sources: Sequence[ShardedDataset]) -> tuple[Output, ...]:
-    """Return the outputs that all sources deliver. The stored columns that they come from may differ."""
-    first = sources[0].outputs
-    for number, source in enumerate(sources[1:], 1):
-        names, expected = [o.name for o in source.outputs], [o.name for o in first]
+def _common_outputs(components: Sequence[ShardedDataset]) -> tuple[Output, ...]:
+    """Return the outputs that all components deliver. The stored columns that they come from may differ."""
+    first = components[0].outputs
+    for number, dataset in enumerate(components[1:], 1):
+        names, expected = [o.name for o in dataset.outputs], [o.name for o in first]
         if names != expected:
             cure = "choose and rename them with columns= or select()"
             raise ValueError(f"source {number} delivers {names}, source 0 {expected}: {cure}")
-        for output, other in zip(source.outputs, first, strict=True):
+        for output, other in zip(dataset.outputs, first, strict=True):
             if output != other:
                 raise ValueError(
                     f"column {output.name!r} is {output.description()} in source {number} and "
                     f"{other.description()} in source 0: give both the same decode="
                 )
-        if (source.on_error, source.error_budget) != (sources[0].on_error, sources[0].error_budget):
+        if (dataset.on_error, dataset.error_budget) != (components[0].on_error, components[0].error_budget):
             raise ValueError(f"source {number} has another on_error or error_budget than source 0")
-        if source.batch_transform is not sources[0].batch_transform:
+        if dataset.batch_transform is not components[0].batch_transform:
             raise ValueError(f"source {number} has another batch_transform than source 0, but shares batches")
     return first

@@ -90,7 +90,7 @@ class Ragged(NamedTuple):
         width = longest if length is None else length
         out = self.values.new_full((len(self.offsets) - 1, width, *self.values.shape[1:]), value)
         places = torch.arange(width, device=self.offsets.device)
-        inside, at = places < self.lengths[:, None], self.offsets[:-1, None] + places
+        inside, indices = places < self.lengths[:, None], self.offsets[:-1, None] + places
         bits = _SIGNED.get(self.values.dtype, self.values.dtype)
-        out.view(bits)[inside] = self.values.view(bits)[at[inside]]
+        out.view(bits)[inside] = self.values.view(bits)[indices[inside]]
         return out

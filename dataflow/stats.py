@@ -150,8 +150,8 @@ def numbers_since(later: Mapping[str, float], earlier: Mapping[str, float]) -> d
 
 def _between(name: str, now: object, before: object) -> Any:
     """A field in an interval; `name` is its path from the snapshot, the objects are those that have it."""
-    own = name.rpartition(".")[2]
-    later, sooner = getattr(now, own), getattr(before, own)
+    attribute = name.rpartition(".")[2]
+    later, sooner = getattr(now, attribute), getattr(before, attribute)
     if name in _NOW or sooner is None:
         return later
     if is_dataclass(later) and not isinstance(later, type):
@@ -169,7 +169,7 @@ def _figures(value: object) -> Any:
         return value
     names = [f.name for f in fields(value)]
     for kind in type(value).__mro__:
-        names += [name for name, one in vars(kind).items() if isinstance(one, property) and name[0] != "_"]
+        names += [name for name, attr in vars(kind).items() if isinstance(attr, property) and name[0] != "_"]
     return {name: _figures(getattr(value, name)) for name in names}
 
 
@@ -228,9 +228,9 @@ class SessionStats(EngineStats):
     def with_past(self, past: EngineStats) -> Self:
         """See `EngineStats.with_past`."""
         assert isinstance(past, SessionStats)
-        own: Self = super().with_past(past)
+        total: Self = super().with_past(past)
         return replace(
-            own,
+            total,
             read_bytes=past.read_bytes + self.read_bytes,
             decoded_bytes=past.decoded_bytes + self.decoded_bytes,
             faults=past.faults + self.faults,
@@ -293,7 +293,7 @@ class LoaderStats(SessionStats, StatsSnapshot):
     @cached_property  # no figure, as properties are
     def engine(self) -> EngineStats:
         """Its figures that are the engine's."""
-        return EngineStats(**{one.name: getattr(self, one.name) for one in fields(EngineStats)})
+        return EngineStats(**{field.name: getattr(self, field.name) for field in fields(EngineStats)})
 
     @property
     def samples_per_s(self) -> float:

@@ -50,11 +50,11 @@ def described(value: object, describe: Callable[[], str], to_text: Callable[[str
 
 def text_table(title: str, rows: Iterable[Row]) -> str:
     """Return the title and a line for each row; a text that is longer than a line goes on below itself."""
-    kept = list(rows)
-    indent = " " * (max((len(name) for name, _ in kept), default=0) + 4)
+    entries = list(rows)
+    indent = " " * (max((len(name) for name, _ in entries), default=0) + 4)
     lines = [
         textwrap.fill(text, _WIDTH, initial_indent=f"  {name}".ljust(len(indent)), subsequent_indent=indent)
-        for name, text in kept
+        for name, text in entries
         if text
     ]
     return printable("\n".join([title, *lines]))
@@ -84,9 +84,9 @@ class ColumnTable:
 
 def _text_columns(rows: Iterable[Sequence[str]]) -> str:
     """Return rows of cells side by side, the first of them as heads."""
-    kept = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*kept, strict=True)]
-    padded = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in kept)
+    cells = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    padded = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
     return "\n".join(padded)
 
 

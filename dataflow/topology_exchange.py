@@ -127,13 +127,13 @@ def _rank_info_in_group(env: Env) -> RankInfo:
     return RankInfo.alone_on_its_node(rank, world, "torch.distributed", why)
 
 
-def _gathered(own: RankFacts) -> list[RankFacts]:
+def _gathered(local_facts: RankFacts) -> list[RankFacts]:
     """The facts of all ranks, in rank order."""
     group = dist.group.WORLD
     assert group is not None
     if group not in _GATHERED:
         try:
-            _GATHERED[group] = _all_gather(own)
+            _GATHERED[group] = _all_gather(local_facts)
         except RuntimeError as error:
             raise DataflowError(
                 "the ranks could not exchange their rank information: all of them must make their first "
@@ -142,12 +142,12 @@ def _gathered(own: RankFacts) -> list[RankFacts]:
     return _GATHERED[group]
 
 
-def _all_gather(own: RankFacts) -> list[RankFacts]:
+def _all_gather(local_facts: RankFacts) -> list[RankFacts]:
     """Gather by the job's group if it serves host memory; else (NCCL alone) by a gloo group made for it."""
     on_host = "cpu:" in dist.get_backend_config()
     group = None if on_host else dist.new_group(backend="gloo")
-    facts: list[RankFacts] = [own] * dist.get_world_size()
-    dist.all_gather_object(facts, own, group)
+    facts: list[RankFacts] = [local_facts] * dist.get_world_size()
+    dist.all_gather_object(facts, local_facts, group)
     if group is not None:
         dist.destroy_process_group(group)
     return facts

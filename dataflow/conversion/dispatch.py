@@ -36,8 +36,8 @@ class ShownShards(ProgressBar):
     ) -> None:
         total, self.receipts = None if bounds is None else len(bounds) - 1, receipts
         super().__init__("converting", total=total, done=len(receipts), unit="shard", visible=visible)
-        self._samples = sum(one["samples"] for one in receipts.values())
-        self._bytes = sum(one["bytes"] for one in receipts.values())
+        self._samples = sum(receipt["samples"] for receipt in receipts.values())
+        self._bytes = sum(receipt["bytes"] for receipt in receipts.values())
         self._before, self._began = self._bytes, time.monotonic()
 
     def add(self, receipt: dict[str, Any]) -> None:
@@ -77,9 +77,9 @@ def write_all(task: TaskSpec, shown: ShownShards, *, workers: int | None, execut
         raise
 
 
-def warm_up(source: Any, to: str, functions: Iterable[Any]) -> None:
+def warm_up(inputs: Any, to: str, functions: Iterable[Any]) -> None:
     """Start what worker processes come from, while this process has one thread and can be forked."""
-    codec = getattr(source, "codec", None)
+    codec = getattr(inputs, "codec", None)
     preload = [write_shard.__module__, "fsspec.implementations.local"]
     preload.append("sharding.formats.arrow.parquet" if codec is None else type(codec).__module__)
     if to == "parquet":
@@ -104,9 +104,9 @@ def _packed(task: TaskSpec) -> bytes:
         ) from error
 
 
-def write_iterable(task: TaskSpec, source: ConvertSource, shown: ShownShards, shard_samples: int) -> None:
+def write_iterable(task: TaskSpec, inputs: ConvertSource, shown: ShownShards, shard_samples: int) -> None:
     """Write an iterable, shard by shard; what finished shards hold is taken from it again, and skipped."""
-    items, number, receipts = source.items(), 0, shown.receipts
+    items, number, receipts = inputs.items(), 0, shown.receipts
     while samples := list(islice(items, shard_samples)):
         if number not in receipts:
             rows = GivenRows(samples, number * shard_samples)
@@ -118,7 +118,7 @@ def write_iterable(task: TaskSpec, source: ConvertSource, shown: ShownShards, sh
                 f"{_SAME_ITEMS}"
             )
         number += 1
-    if beyond := [one for one in receipts if one >= number]:
+    if beyond := [shard for shard in receipts if shard >= number]:
         raise ConversionError(
             f"the iterable ends before shard {min(beyond)}, which was written: {_SAME_ITEMS}"
         )

@@ -143,10 +143,10 @@ class OutputFolder:
         with store_errors(self.url):
             fs.invalidate_cache()
             try:
-                found = fs.ls(path, detail=True)
+                rows = fs.ls(path, detail=True)
             except FileNotFoundError:
                 return {}
-        return {str(one["name"]).rstrip("/").rpartition("/")[2]: one for one in found if one["type"] == kind}
+        return {str(row["name"]).rstrip("/").rpartition("/")[2]: row for row in rows if row["type"] == kind}
 
     def holding(self, urls: Iterable[str]) -> str | None:
         """Return the first of some files that lies in it, by whatever name; None: none does."""
@@ -171,13 +171,13 @@ class OutputFolder:
 
     # ---- runs and receipts ---------------------------------------------------------------------------
 
-    def next_run(self, found: bytes | None) -> int:
-        """Return the first run whose names nothing has, `found` being the plan that lies there."""
+    def next_run(self, plan: bytes | None) -> int:
+        """Return the first run whose names nothing has, `plan` being the one that lies there."""
         names = [*self.entries(), *self.entries(KEPT, "directory")]
         used = [int(match[1] or 0) for name in names if (match := _RUN.match(name))]
-        if found is not None:
+        if plan is not None:
             with suppress(ValueError, AttributeError, TypeError):
-                used.append(int(json.loads(found).get("run", 0)))
+                used.append(int(json.loads(plan).get("run", 0)))
         return max(used, default=-1) + 1
 
     def runs(self) -> set[int]:
@@ -213,19 +213,19 @@ class OutputFolder:
         now = {name: stamp_of(info) for name, info in self.entries().items()}
         with ThreadPoolExecutor(THREADS, thread_name_prefix="dataflow-convert") as pool:
             texts = list(pool.map(lambda name: self.read(f"{self._receipts}/{name}"), names))
-        found: dict[int, tuple[dict[str, Any], bool]] = {}
+        receipts: dict[int, tuple[dict[str, Any], bool]] = {}
         for text in texts:
             with suppress(ValueError, KeyError, TypeError):
                 receipt = json.loads(text or b"")
                 files = [(now.get(name, [None, ""]), stamp) for name, stamp in receipt["files"].items()]
                 if receipt["plan"] == digest and all(is_now[0] == was[0] for is_now, was in files):
                     is_sure = all(is_now == was and was[1] for is_now, was in files)
-                    found[int(receipt["shard"])] = receipt, is_sure
-        return found
+                    receipts[int(receipt["shard"])] = receipt, is_sure
+        return receipts
 
     def put_receipt(self, number: int, receipt: Mapping[str, Any]) -> None:
         """Say that a shard is finished. The files that it has then are taken from the store."""
-        names = [one for name in receipt["files"] for one in files_of(name)]
+        names = [file for name in receipt["files"] for file in files_of(name)]
         fs, _ = url_to_fs(self.url, self.options)
         stamps = {}
         for name in names:
@@ -240,9 +240,9 @@ class OutputFolder:
         """Say that the names of this run are a conversion's, before the first file has one."""
         self.write(f"{self._receipts}/{_BEGUN}", b"")
 
-    def forget(self, kept: Collection[int]) -> None:
+    def forget(self, kept_runs: Collection[int]) -> None:
         """Remove the shards of all runs but some, also those that have no receipt yet, and their receipts."""
-        forgotten = self.runs() - {*kept}
+        forgotten = self.runs() - {*kept_runs}
         for name in self.entries() if forgotten else ():
             match = _RUN.match(name)
             if match and int(match[1] or 0) in forgotten:
@@ -274,13 +274,13 @@ class OutputFolder:
         after: dict[str, str] | None = {}
         try:
             while after is not None:
-                found = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key, **after)
-                for upload in found.get("Uploads", ()):
+                page = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key, **after)
+                for upload in page.get("Uploads", ()):
                     if _RUN.match(upload["Key"].removeprefix(key)):
                         named = {name: upload[name] for name in ("Key", "UploadId")}
                         fs.call_s3("abort_multipart_upload", Bucket=bucket, **named)
-                names = ("KeyMarker", "UploadIdMarker") if found.get("IsTruncated") else ()
-                after = {name: found[f"Next{name}"] for name in names} or None
+                names = ("KeyMarker", "UploadIdMarker") if page.get("IsTruncated") else ()
+                after = {name: page[f"Next{name}"] for name in names} or None
         except Exception as error:
             warnings.warn(
                 f"{identity_of(self.url)}: parts of shards that were not finished may be left, unseen but "

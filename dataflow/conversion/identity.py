@@ -137,13 +137,13 @@ class Identity:
             kinds = set(map(type, part))
             inner: Iterable[Any] = part
             if kinds == {dict}:
-                inner = chain.from_iterable(chain(one, one.values()) for one in part)
+                inner = chain.from_iterable(chain(sample, sample.values()) for sample in part)
             elif kinds in ({list}, {tuple}):
                 inner = chain.from_iterable(part)
             try:
                 if not _PLAIN.issuperset(map(type, inner)):
                     raise TypeError
-                yield f"plain {sorted(one.__name__ for one in kinds)}"
+                yield f"plain {sorted(item_kind.__name__ for item_kind in kinds)}"
                 yield msgspec.msgpack.encode(part)
             except (TypeError, ValueError, OverflowError):
                 yield from map(self._of, part)
@@ -169,8 +169,8 @@ class Identity:
         yield self._of(code.co_consts)
 
     def _function(self, function: types.FunctionType) -> Iterable[Any]:
-        own = function.__globals__
-        module = str(own.get("__name__", ""))
+        namespace = function.__globals__
+        module = str(namespace.get("__name__", ""))
         is_installed = _is_installed(module)
         yield f"function {function.__qualname__}"
         outer = self._names
@@ -188,12 +188,12 @@ class Identity:
                 yield f"{module} {_version(module)}"
                 return
             yield self._of(function.__code__)
-            if found := named & _LOOKS_UP - own.keys():
-                yield self._note(f"what {function.__qualname__} finds by {min(found)}()")
-            for name in sorted(named & own.keys()):
+            if lookups := named & _LOOKS_UP - namespace.keys():
+                yield self._note(f"what {function.__qualname__} finds by {min(lookups)}()")
+            for name in sorted(named & namespace.keys()):
                 yield name
-                yield self._of(own[name])
-            for name in sorted(_imported(function.__code__, str(own.get("__package__") or ""))):
+                yield self._of(namespace[name])
+            for name in sorted(_imported(function.__code__, str(namespace.get("__package__") or ""))):
                 if _is_installed(name):
                     yield f"import {name} {_version(name)}"
                     continue
@@ -241,7 +241,7 @@ class Identity:
             yield self._of(bits.numpy())
         elif is_dataclass(value) and _is_installed(kind.__module__):  # what is cached beside does not count
             yield self._of(kind)
-            yield self._of({one.name: getattr(value, one.name) for one in fields(value)})
+            yield self._of({field.name: getattr(value, field.name) for field in fields(value)})
         else:
             yield from self._reduced(value)
 
@@ -250,14 +250,14 @@ class Identity:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             reduce = copyreg.dispatch_table.get(type(value))
-            made: Any = reduce(value) if reduce is not None else value.__reduce_ex__(5)
-        if isinstance(made, str):
+            recipe: Any = reduce(value) if reduce is not None else value.__reduce_ex__(5)
+        if isinstance(recipe, str):
             module = str(getattr(value, "__module__", ""))
-            yield f"{module} {made} {_version(module)}"
+            yield f"{module} {recipe} {_version(module)}"
             return
-        for part in made[:3]:
+        for part in recipe[:3]:
             yield self._of(part)
-        for part in made[3:5]:
+        for part in recipe[3:5]:
             yield self._of(None if part is None else list(part))
 
 
@@ -274,9 +274,9 @@ def _fingerprint(value: Any) -> str | None:
     """Return what an object says of itself; `datasets` calls it `_fingerprint`."""
     with suppress(Exception):
         for name in ("fingerprint", "_fingerprint"):
-            found = getattr(value, name, None)
-            if isinstance(found, str) and found:
-                return found
+            fingerprint = getattr(value, name, None)
+            if isinstance(fingerprint, str) and fingerprint:
+                return fingerprint
     return None
 
 
@@ -292,28 +292,28 @@ def _codes(code: types.CodeType) -> Iterable[types.CodeType]:
 def _named(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """The globals that code names; and all names and texts by which it may ask a module for a value."""
     globals_, reached = set[str](), set[str]()
-    for one in _codes(code):
-        loads = (step for step in dis.get_instructions(one) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    for body in _codes(code):
+        loads = (step for step in dis.get_instructions(body) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
         globals_.update(step.argval for step in loads)
-        reached.update(one.co_names, (value for value in one.co_consts if isinstance(value, str)))
+        reached.update(body.co_names, (value for value in body.co_consts if isinstance(value, str)))
     return frozenset(globals_), frozenset(reached)
 
 
 def _imported(code: types.CodeType, package: str) -> set[str]:
     """The modules that code imports when it runs."""
-    found = set[str]()
-    for one in _codes(code):
+    modules = set[str]()
+    for body in _codes(code):
         level: Any = 0
-        steps = list(dis.get_instructions(one))
+        steps = list(dis.get_instructions(body))
         for number, step in enumerate(steps):
             if step.opname == "IMPORT_NAME":
                 level = steps[number - 2].argval if number > 1 else 0
                 name = "." * (level if isinstance(level, int) else 0) + step.argval
                 try:
-                    found.add(importlib.util.resolve_name(name, package))
+                    modules.add(importlib.util.resolve_name(name, package))
                 except ImportError:
-                    found.add(step.argval)
-    return found
+                    modules.add(step.argval)
+    return modules
 
 
 @functools.lru_cache(maxsize=4096)
@@ -323,7 +323,7 @@ def _is_installed(name: str) -> bool:
     if top in _OURS:
         return True
     modules = (sys.modules.get(name), sys.modules.get(top))
-    path = next((path for one in modules if (path := getattr(one, "__file__", None))), None)
+    path = next((path for module in modules if (path := getattr(module, "__file__", None))), None)
     if path is None and top not in sys.modules:
         with suppress(ImportError, ValueError):
             path = getattr(importlib.util.find_spec(top), "origin", None)
@@ -351,13 +351,13 @@ def described(
     values: Mapping[str, Any], known: Callable[[Any], Any]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """The name and hash of each value ("" of None), and why some cannot be told apart."""
-    told, unknown = dict[str, str](), dict[str, str]()
+    identities, unknown = dict[str, str](), dict[str, str]()
     for label, value in values.items():
         identity = Identity(known)
         named = value if hasattr(value, "__qualname__") else type(value)
         name = f"{named.__module__}:{named.__qualname__}"
         is_none = value is None or (isinstance(value, tuple) and not value)
-        told[label] = "" if is_none else f"{name} {identity.of(value)}"
+        identities[label] = "" if is_none else f"{name} {identity.of(value)}"
         if identity.unknown:
             unknown[label] = identity.unknown
-    return told, unknown
+    return identities, unknown

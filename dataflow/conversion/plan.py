@@ -68,10 +68,10 @@ class Plan:
 
     def differences(self, other: Plan) -> list[str]:
         """Return what differs from a plan that was found, in words. What samples show is not compared."""
-        found: list[str] = []
+        differences: list[str] = []
         is_vouched = self.identity is not None and other.identity in (None, self.identity)
         if self.identity is not None and not is_vouched:
-            found.append(f"identity= was {other.identity!r}, and is {self.identity!r}")
+            differences.append(f"identity= was {other.identity!r}, and is {self.identity!r}")
         for what, was, now in (
             ("source", {"source": other.source}, {"source": self.source}),
             ("function", other.functions, self.functions),
@@ -80,12 +80,12 @@ class Plan:
             for name in sorted({*was, *now} if what == "option" or not is_vouched else ()):
                 shown = name if what != "function" else f"{name}="
                 if was.get(name) != now.get(name):
-                    found.append(f"{shown} was {was.get(name)!r}, and is {now.get(name)!r}")
+                    differences.append(f"{shown} was {was.get(name)!r}, and is {now.get(name)!r}")
                 elif what != "option" and (reason := self.unknown.get(name) or other.unknown.get(name)):
-                    found.append(f"{shown} may be another, as nobody can tell of {reason}")
-        if not found and other.bounds != self.bounds:
-            found.append("the shards have other samples")
-        return found
+                    differences.append(f"{shown} may be another, as nobody can tell of {reason}")
+        if not differences and other.bounds != self.bounds:
+            differences.append("the shards have other samples")
+        return differences
 
 
 def bounds_by_bytes(num_samples: Ints, nbytes: Ints, shard_bytes: int) -> list[int]:
@@ -99,17 +99,17 @@ def bounds_by_bytes(num_samples: Ints, nbytes: Ints, shard_bytes: int) -> list[i
     Returns:
         Where shards begin and the last ends, counting samples.
     """
-    bounds, held, at = [0], 0, 0
+    bounds, held, position = [0], 0, 0
     for samples, size in zip(num_samples.tolist(), nbytes.tolist(), strict=True):
         if not samples:
             continue
         if held and held + size > shard_bytes:
-            bounds.append(at)
+            bounds.append(position)
             held = 0
         parts = min(samples, -(-size // shard_bytes)) if size > shard_bytes else 1
-        bounds.extend(at + samples * part // parts for part in range(1, parts))
-        at += samples
+        bounds.extend(position + samples * part // parts for part in range(1, parts))
+        position += samples
         held = size // parts + (held if parts == 1 else 0)
-    if at > bounds[-1]:
-        bounds.append(at)
+    if position > bounds[-1]:
+        bounds.append(position)
     return bounds

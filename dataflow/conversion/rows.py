@@ -94,16 +94,16 @@ class StoredRows:
     def batches(self, positions: Ints) -> Iterator[list[Sample]]:
         """See `Rows`. What lies together is read together; else each block once, for all its rows."""
         names = [*self.columns.values(), *([KEY] if self.codec.has_keys else [])]
-        ascends, found = not (np.diff(positions) < 0).any(), dict[int, Sample]()
+        ascends, by_position = not (np.diff(positions) < 0).any(), dict[int, Sample]()
         with self._opened() as source:
             for part in read_rows(source, self.selection, positions, names, is_checked=True):
                 samples = self._samples(part)
                 if ascends:
                     yield samples
                 else:
-                    found.update(zip(part.at.tolist(), samples, strict=True))
-        if found:
-            yield [found[at] for at in range(len(positions))]
+                    by_position.update(zip(part.at.tolist(), samples, strict=True))
+        if by_position:
+            yield [by_position[index] for index in range(len(positions))]
 
     def tables(self, positions: Ints) -> Iterator[pa.Table]:
         """Yield Arrow tables of all columns at ascending positions, each in its shard's own types."""
@@ -184,4 +184,4 @@ class GivenRows:
 
     def batches(self, positions: Ints) -> Iterator[list[Any]]:
         """See `Rows`."""
-        yield [self.samples[at] for at in (positions - self.first).tolist()]
+        yield [self.samples[index] for index in (positions - self.first).tolist()]

@@ -176,8 +176,8 @@ def convert(
         token_options = {"dtype": dtype or "int32", "end_token": end_token}
     if to in TOKENS:
         token_options["length"] = length
-    elif given := [n for n, v in {"dtype": dtype, "length": length, "end_token": end_token}.items() if v]:
-        raise ValueError(f"{given[0]}= is for to='tokens' and 'megatron'")
+    elif names := [n for n, v in {"dtype": dtype, "length": length, "end_token": end_token}.items() if v]:
+        raise ValueError(f"{names[0]}= is for to='tokens' and 'megatron'")
     if schema is not None and to != "parquet":
         raise ValueError("schema= is for to='parquet'")
     source_of = ConvertSource(
@@ -191,10 +191,10 @@ def convert(
         token_options=token_options,
     )
     asked = Asked.of(verify, source_of)
-    wanted = source_of.plan(shard_size, shard_samples, checksum, identity)
+    proposal = source_of.plan(shard_size, shard_samples, checksum, identity)
     _refuse_own(folder, source_of)
     with folder.held():
-        plan = _agreed(folder, wanted, source_of, overwrite=overwrite)
+        plan = _agreed(folder, proposal, source_of, overwrite=overwrite)
         folder = OutputFolder(folder.url, options, plan.run)
         folder.clear()
         task = source_of.task(plan, folder)
@@ -211,12 +211,12 @@ def convert(
     return Converted(
         catalog=folder.of(CATALOG_NAME),
         shards=len(written),
-        samples=sum(one["samples"] for one in written),
-        bytes=sum(one["bytes"] for one in written),
+        samples=sum(receipt["samples"] for receipt in written),
+        bytes=sum(receipt["bytes"] for receipt in written),
         skipped=skipped,
         verified=verified,
         seconds=time.monotonic() - began,
-        files=[folder.of(one["name"]) for one in written],
+        files=[folder.of(receipt["name"]) for receipt in written],
     )
 
 
@@ -233,27 +233,27 @@ def _check_destination(dest: Any) -> None:
         )
 
 
-def _agreed(folder: OutputFolder, wanted: Plan, source: ConvertSource, *, overwrite: bool) -> Plan:
+def _agreed(folder: OutputFolder, proposal: Plan, inputs: ConvertSource, *, overwrite: bool) -> Plan:
     """The plan that the folder has, if it is this one; else the new one, which it gets."""
-    found = folder.read(PLAN)
-    if found is not None:
+    data = folder.read(PLAN)
+    if data is not None:
         folder.abort_uploads()
-    if found is not None and not overwrite:
-        plan = Plan.from_json(found, identity_of(folder.of(PLAN)))
-        differences = wanted.differences(plan)
+    if data is not None and not overwrite:
+        plan = Plan.from_json(data, identity_of(folder.of(PLAN)))
+        differences = proposal.differences(plan)
         if differences:
             raise ConversionError(
                 f"{identity_of(folder.url)} has another conversion: {'; '.join(differences)}. Give another "
                 "folder; or overwrite=True (--overwrite), which removes it once the new one is whole; or "
                 "identity='...' (--identity), if source and functions do the same all the same"
             )
-        if wanted.identity not in (None, plan.identity):
-            plan = replace(plan, identity=wanted.identity)
+        if proposal.identity not in (None, plan.identity):
+            plan = replace(plan, identity=proposal.identity)
             folder.write(PLAN, plan.to_json())
         return plan
-    if found is None:
-        _refuse_foreign(folder, wanted.target.to, overwrite=overwrite)
-    plan = replace(wanted, target=source.target(), run=folder.next_run(found))
+    if data is None:
+        _refuse_foreign(folder, proposal.target.to, overwrite=overwrite)
+    plan = replace(proposal, target=inputs.target(), run=folder.next_run(data))
     OutputFolder(folder.url, folder.options, plan.run).begin()
     folder.write(PLAN, plan.to_json())
     # Nothing leads to what runs in between had begun; the first one stays until another is whole.
@@ -261,9 +261,9 @@ def _agreed(folder: OutputFolder, wanted: Plan, source: ConvertSource, *, overwr
     return plan
 
 
-def _refuse_own(folder: OutputFolder, source: ConvertSource) -> None:
+def _refuse_own(folder: OutputFolder, inputs: ConvertSource) -> None:
     """Raise where the destination holds a file of the source, which it would mix with what is written."""
-    url = folder.holding(source.files())
+    url = folder.holding(inputs.files())
     if url is not None:
         raise ConversionError(
             f"the source's {identity_of(url)} lies in the destination, {identity_of(folder.url)}: a "
@@ -304,15 +304,15 @@ def _finish(
     folder.put_whole({folder.run, *folder.whole_runs()})
     if to == "mds":
         encodings = dict(sorted(task.target.columns.items()))
-        entries = [index_entry(encodings, one["name"], one["samples"], one["bytes"], {}) for one in written]
+        entries = [index_entry(encodings, row["name"], row["samples"], row["bytes"], {}) for row in written]
         folder.write(LISTING_NAME, index_json(entries))
-    urls = [folder.of(one["name"]) for one in written]
+    urls = [folder.of(receipt["name"]) for receipt in written]
     with Retrier() as retrier:
         codec = codec_of(task.target, urls[0])
         run = None if executor is None else partial(run_all, executor)
         catalog = index(urls, codec, retrier, storage_options=folder.options, progress=progress, run=run)
         if task.checksum:
-            checksums = np.array([crc for one in written for crc in one["blocks"]], np.uint32)
+            checksums = np.array([crc for receipt in written for crc in receipt["blocks"]], np.uint32)
             catalog = catalog.with_checksums(checksums)
         save_catalog(catalog, folder.of(CATALOG_NAME), folder.options, retrier)
     if to != "mds" and folder.has_older(".mds"):  # before its shards: whoever reads by it has all or none

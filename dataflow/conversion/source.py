@@ -45,27 +45,27 @@ _UNVIEWED = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_bin
 
 
 def opened_source(
-    source: Any,
+    inputs: Any,
     columns: Any,
     filter: Any,  # noqa: A002
     options: Mapping[str, Any],
     progress: bool | None,
 ) -> Any:
     """The dataset of a source; of one that is no source of shards, itself."""
-    items = source if isinstance(source, (list, tuple)) and source else [source]
-    if all(isinstance(one, (str, os.PathLike)) for one in items):
-        source = ShardedDataset(source, columns=columns, storage_options=options, progress=progress)
+    items = inputs if isinstance(inputs, (list, tuple)) and inputs else [inputs]
+    if all(isinstance(item, (str, os.PathLike)) for item in items):
+        inputs = ShardedDataset(inputs, columns=columns, storage_options=options, progress=progress)
     elif columns is not None:
-        if not isinstance(source, ShardedDataset) or isinstance(columns, Mapping):
+        if not isinstance(inputs, ShardedDataset) or isinstance(columns, Mapping):
             raise ValueError(
                 "columns= picks or renames columns of a source by name; give the dataset with them"
             )
-        source = source.select(columns)
+        inputs = inputs.select(columns)
     if isinstance(filter, pc.Expression):
-        if not isinstance(source, ShardedDataset):
+        if not isinstance(inputs, ShardedDataset):
             raise ValueError("a pyarrow expression filters shards; give a function of a sample")
-        source = source.filter(filter)
-    return source
+        inputs = inputs.filter(filter)
+    return inputs
 
 
 def tokenizing(
@@ -78,8 +78,8 @@ def tokenizing(
     ends = transform.file.token_ids("end_token", end_token)
     size = transform.file.tokenizer.get_vocab_size()
     chosen = dtype or ("uint16" if size <= 1 << 16 else "uint32" if to == "tokens" else "int32")
-    told = {"dtype": chosen, "tokenizer": transform.file.hash, "end_token": ends[0] if ends else None}
-    return transform, told
+    options = {"dtype": chosen, "tokenizer": transform.file.hash, "end_token": ends[0] if ends else None}
+    return transform, options
 
 
 def are_stored(dataset: ShardedDataset[Any]) -> bool:
@@ -88,7 +88,7 @@ def are_stored(dataset: ShardedDataset[Any]) -> bool:
         dataset.transform is None
         and not dataset.joins
         and dataset.decoding != "own"
-        and all(len(one.sources) == 1 and one.sources[0] != "__url__" for one in dataset.outputs)
+        and all(len(output.sources) == 1 and output.sources[0] != "__url__" for output in dataset.outputs)
     )
 
 
@@ -97,7 +97,7 @@ class ConvertSource:
 
     def __init__(
         self,
-        source: Any,
+        inputs: Any,
         *,
         to: str,
         map: Any,  # noqa: A002
@@ -107,7 +107,7 @@ class ConvertSource:
         schema: Any,
         token_options: Mapping[str, Any],
     ) -> None:
-        self.source, self.to, self.map, self.filter, self.shuffle = source, to, map, filter, shuffle
+        self.source, self.to, self.map, self.filter, self.shuffle = inputs, to, map, filter, shuffle
         self._schema, self._batch_size, self._token_options = schema, batch_size, token_options
         self.rows: Rows
         self._has_whole_blocks = False
@@ -117,27 +117,27 @@ class ConvertSource:
         self._iterated: Iterator[Any] | None = None
         self._datasets: list[ShardedDataset[Any]] = []
         self._failed: Exception | None = None
-        if isinstance(source, ShardedDataset):
-            if not len(source):
+        if isinstance(inputs, ShardedDataset):
+            if not len(inputs):
                 raise ValueError("there are no samples to convert")
-            if source.balance is not None:
+            if inputs.balance is not None:
                 raise ValueError(
                     "a balanced dataset has other samples each epoch: convert what it was made of"
                 )
-            raw = to == "tar" and map is None and filter is None and source.codec.columns_are_extensions
-            self.rows = StoredRows(source, raw=raw) if are_stored(source) else DeliveredRows(source)
+            raw = to == "tar" and map is None and filter is None and inputs.codec.columns_are_extensions
+            self.rows = StoredRows(inputs, raw=raw) if are_stored(inputs) else DeliveredRows(inputs)
             self._are_members = raw and isinstance(self.rows, StoredRows)
-            is_column = any(output.name == KEY for output in source.outputs)
+            is_column = any(output.name == KEY for output in inputs.outputs)
             if is_column and to in ("mds", "parquet") and self.way == "samples":
                 cure = f"columns={{'key': {KEY!r}, ...}} gives it a name of its own, or leave it out"
                 raise ValueError(
                     f"the column {KEY!r} is the key of samples, which to={to!r} does not keep: {cure}"
                 )
-        elif hasattr(source, "__getitem__") and hasattr(source, "__len__"):
-            self.rows = DeliveredRows(source)
-        elif not isinstance(source, Iterable):
+        elif hasattr(inputs, "__getitem__") and hasattr(inputs, "__len__"):
+            self.rows = DeliveredRows(inputs)
+        elif not isinstance(inputs, Iterable):
             raise TypeError(
-                f"a source is a path, a ShardedDataset, a dataset or an iterable, got {type(source)!r}"
+                f"a source is a path, a ShardedDataset, a dataset or an iterable, got {type(inputs)!r}"
             )
         elif shuffle is not None:
             raise ValueError(
@@ -177,21 +177,21 @@ class ConvertSource:
 
     def identities(self) -> tuple[str, dict[str, str], dict[str, str]]:
         """Return what tells source and functions from others; and what cannot be told apart, and why."""
-        source = self.source
+        inputs = self.source
         values = {"map": self.map, "filter": self.filter}
-        if isinstance(source, ShardedDataset):
-            self._datasets.append(source)
-            catalog = source.catalog
-            named = f"{catalog.fingerprint()} {' '.join(output.name for output in source.outputs)}"
-            facts: Any = catalog.rows.column("version").to_pylist(), source.selection.digest
-            drawn = (source.seed, source.epoch) if source.transform_wants_rng else ()
-            values |= {"transform": source.transform, "decode": source.outputs, "seed": drawn}
-            values["join"] = tuple((join.other, join.matches) for join in source.joins)
+        if isinstance(inputs, ShardedDataset):
+            self._datasets.append(inputs)
+            catalog = inputs.catalog
+            named = f"{catalog.fingerprint()} {' '.join(output.name for output in inputs.outputs)}"
+            facts: Any = catalog.rows.column("version").to_pylist(), inputs.selection.digest
+            drawn = (inputs.seed, inputs.epoch) if inputs.transform_wants_rng else ()
+            values |= {"transform": inputs.transform, "decode": inputs.outputs, "seed": drawn}
+            values["join"] = tuple((join.other, join.matches) for join in inputs.joins)
         else:
-            named, facts = f"{type(source).__module__}.{type(source).__qualname__}", source
+            named, facts = f"{type(inputs).__module__}.{type(inputs).__qualname__}", inputs
             named += "" if isinstance(self.rows, GivenRows) else f" of {len(self.rows)}"
-        told, unknown = described({"source": facts, **values}, self._known)
-        return f"{named} {told.pop('source').rpartition(' ')[2]}", told, unknown
+        identities, unknown = described({"source": facts, **values}, self._known)
+        return f"{named} {identities.pop('source').rpartition(' ')[2]}", identities, unknown
 
     def _known(self, value: Any) -> Any:
         """Return what a dataset counts by."""
@@ -223,7 +223,7 @@ class ConvertSource:
         if bounds is not None and isinstance(self.rows, StoredRows):
             is_first = np.isin(bounds[:-1], self.rows.catalog.blocks.first_sample)
             self._has_whole_blocks = bool(is_first.all())
-        source, functions, unknown = self.identities()
+        input_name, functions, unknown = self.identities()
         options = {
             "to": self.to,
             "shard_size": shard_size,
@@ -237,16 +237,16 @@ class ConvertSource:
             **self._token_options,
         }
         return Plan(
-            source=source, functions=functions, unknown=unknown, identity=identity,
+            source=input_name, functions=functions, unknown=unknown, identity=identity,
             options=options, bounds=bounds, target=Target(to=self.to, columns={}),
         )  # fmt: skip
 
     def _by_bytes(self, size: int) -> list[int]:
         if size < 1:
             raise ValueError(f"shard_size must be at least a byte, got {size}")
-        kept, blocks = self.source.selection.num_samples, self.source.catalog.blocks
-        share = kept / np.maximum(1, blocks.num_samples)
-        return bounds_by_bytes(kept, np.ceil(blocks.length * share).astype(np.int64), size)
+        num_samples, blocks = self.source.selection.num_samples, self.source.catalog.blocks
+        share = num_samples / np.maximum(1, blocks.num_samples)
+        return bounds_by_bytes(num_samples, np.ceil(blocks.length * share).astype(np.int64), size)
 
     def target(self) -> Target:
         """The target, as the first samples decide it."""
@@ -259,7 +259,7 @@ class ConvertSource:
         rows = self.rows
         if self.to not in TOKENS and self.map is self._schema is None and isinstance(rows, StoredRows):
             stored = chain.from_iterable(map(leaves, self._stored_schemas))
-            times = {name for name, one in stored if pa.types.is_temporal(one.type)}
+            times = {name for name, field in stored if pa.types.is_temporal(field.type)}
             if names := [repr(name) for name, source in rows.columns.items() if source in times]:
                 what = f"times in {listed(names)} become integers, as they are delivered"
                 warnings.warn(f"{what}: in Parquet, without columns=, they keep their types", stacklevel=2)
@@ -340,16 +340,16 @@ class ConvertSource:
 
 def _some_of(rows: Iterator[ProducedSamples]) -> list[dict[str, Any]]:
     """The first samples, up to one that fails: whoever writes its shard will tell."""
-    found: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = []
     try:
         for part in rows:
-            found.extend(part.samples)
-            if len(found) >= _PROBED:
+            samples.extend(part.samples)
+            if len(samples) >= _PROBED:
                 break
     except DataflowError:
-        if not found:
+        if not samples:
             raise
-    return found[:_PROBED]
+    return samples[:_PROBED]
 
 
 class _Probe(Target):

@@ -145,7 +145,7 @@ def targets_of(
     shown = samples[:1] if is_strict or to == "mds" else samples
     names = list(dict.fromkeys(name for sample in shown for name in sample if name != KEY))
     firsts: dict[str, list[Any]] = {
-        name: [one for sample in samples if (one := sample.get(name)) is not None] for name in names
+        name: [value for sample in samples if (value := sample.get(name)) is not None] for name in names
     }
     if not names and to != "tar":
         raise ValueError("the first samples have no columns: map= returns a dict of column to value")

@@ -57,8 +57,8 @@ def decode_of(name: str, spec: ColumnSpec, codec: Format) -> Decode | None:
     if spec.kind not in ("bytes", "bytes_list") and not callable(rule):
         return None
     if codec.columns_are_extensions:
-        own = rule_of_extension(name)
-        rule = None if own == "pickle" else own  # such bytes are written as they are
+        extension_rule = rule_of_extension(name)
+        rule = None if extension_rule == "pickle" else extension_rule  # such bytes are written as they are
     if callable(rule):
         return rule
     if rule == "pickle":
@@ -84,7 +84,7 @@ def values_of(column: Column, spec: ColumnSpec | None, decode: Decode | None) ->
         ]
     if kind == "bytes_list":
         lists = _byte_lists(column.buffer.view(np.uint8), starts, lengths)
-        return lists if decode is None else [one and list(map(decode, one)) for one in lists]
+        return lists if decode is None else [items and list(map(decode, items)) for items in lists]
     view = np.ascontiguousarray(column.buffer).data.cast("B")
     pairs = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
     if kind == "text" and decode is None:
@@ -113,7 +113,7 @@ def _byte_lists(
 ) -> list[list[bytes] | None]:
     counts, begins, sizes = list_items(buffer, starts[lengths >= 0])
     pairs = zip(begins.tolist(), sizes.tolist(), strict=True)
-    items, count = (buffer[at : at + size].tobytes() for at, size in pairs), iter(counts.tolist())
+    items, count = (buffer[begin : begin + size].tobytes() for begin, size in pairs), iter(counts.tolist())
     return [list(islice(items, next(count))) if n >= 0 else _missing(n) for n in lengths.tolist()]
 
 

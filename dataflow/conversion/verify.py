@@ -42,22 +42,22 @@ class Asked:
     """The source, where what it delivers should be what the result delivers."""
 
     @classmethod
-    def of(cls, verify: bool | int, source: ConvertSource) -> Asked | None:
+    def of(cls, verify: bool | int, inputs: ConvertSource) -> Asked | None:
         """Return what `verify=` asks for; None: nothing. `ValueError` where that cannot be done."""
         if verify is False:
             return None
         if verify is not True and verify < 1:
             raise ValueError(f"verify must be True or a number of samples >= 1, got {verify}")
         again = None
-        if isinstance(source.rows, GivenRows):
-            if iter(source.source) is source.source:
+        if isinstance(inputs.rows, GivenRows):
+            if iter(inputs.source) is inputs.source:
                 raise ValueError(
                     "verify= reads the source twice, which an iterator cannot be: give an iterable, whose "
                     "__iter__ begins anew"
                 )
-            again = source.source.__iter__
-        is_same = isinstance(source.rows, StoredRows) and source.map is None and source.source.decoding
-        return cls(None if verify is True else verify, again, source.source if is_same else None)
+            again = inputs.source.__iter__
+        is_same = isinstance(inputs.rows, StoredRows) and inputs.map is None and inputs.source.decoding
+        return cls(None if verify is True else verify, again, inputs.source if is_same else None)
 
 
 def verify_shards(
@@ -80,13 +80,13 @@ def verify_shards(
     folder = task.folder
     written = ShardedDataset(folder.of(CATALOG_NAME), storage_options=folder.options, progress=progress)
     result = StoredRows(written, raw=task.target.to == "tar")
-    first, compared, at, items = 0, 0, 0, asked.again() if asked.again else iter(())
+    first, compared, position, items = 0, 0, 0, asked.again() if asked.again else iter(())
     with ProgressBar("comparing", total=len(receipts), unit="shard", visible=progress) as bar:
         for number in sorted(receipts):
             receipt, rows = receipts[number], chosen[number]
             if asked.again is not None:
-                task = replace(task, rows=GivenRows(list(islice(items, receipt["read"])), at))
-                at += receipt["read"]
+                task = replace(task, rows=GivenRows(list(islice(items, receipt["read"])), position))
+                position += receipt["read"]
             if len(rows):
                 shard = _ComparedShard(task=task, number=number, receipt=receipt, rows=rows, first=first)
                 shard.compare(result)
@@ -129,39 +129,39 @@ class _ComparedShard:
             return
         positions = self.rows + self.first
         if to == "parquet":
-            made = self._tables() if self.task.way == "tables" else self._as_rows()
-            found = (row for table in result.tables(positions) for row in _rows_of(table))
+            expected_rows = self._tables() if self.task.way == "tables" else self._as_rows()
+            written_rows = (row for table in result.tables(positions) for row in _rows_of(table))
         else:
-            made = self._fitted()
-            found = (sample for batch in result.batches(positions) for sample in batch)
-        for row, was, now in zip(self.rows.tolist(), made, found, strict=True):
+            expected_rows = self._fitted()
+            written_rows = (sample for batch in result.batches(positions) for sample in batch)
+        for row, was, now in zip(self.rows.tolist(), expected_rows, written_rows, strict=True):
             self._same(row, was, now)
 
-    def compare_delivered(self, source: ShardedDataset, written: ShardedDataset) -> None:
+    def compare_delivered(self, inputs: ShardedDataset, written: ShardedDataset) -> None:
         """Raise `ConversionError` where a row is delivered otherwise than the source delivers it."""
         if self.receipt["read"] != self.receipt["samples"]:
             return
         positions = self.task.positions(self.number)[self.rows]
         order = np.argsort(positions)
         for part in np.split(order, range(_AT_ONCE, len(order), _AT_ONCE)):
-            self._delivered_alike(source, written, self.rows[part], positions[part])
+            self._delivered_alike(inputs, written, self.rows[part], positions[part])
 
     def _delivered_alike(
-        self, source: ShardedDataset, written: ShardedDataset, rows: Ints, positions: Ints
+        self, inputs: ShardedDataset, written: ShardedDataset, rows: Ints, positions: Ints
     ) -> None:
         try:
-            given = source.__getitems__(positions.tolist())
+            input_samples = inputs.__getitems__(positions.tolist())
         except DataflowError:  # of a bad sample, the stored values are all that can be compared
-            for at in range(len(rows) if len(rows) > 1 else 0):
-                self._delivered_alike(source, written, rows[at : at + 1], positions[at : at + 1])
+            for index in range(len(rows) if len(rows) > 1 else 0):
+                self._delivered_alike(inputs, written, rows[index : index + 1], positions[index : index + 1])
             return
         columns = self.task.target.columns if self.task.target.to == "tar" else {}
-        found = written.__getitems__((self.first + rows).tolist())
-        for row, was, now in zip(rows.tolist(), given, found, strict=True):
+        written_samples = written.__getitems__((self.first + rows).tolist())
+        for row, was, now in zip(rows.tolist(), input_samples, written_samples, strict=True):
             if self.task.target.to == "tar":
                 was.pop(KEY, None)  # it was compared as it is stored
             for name, value in was.items():
-                names = [one for one in (name, columns.get(name, "")) if one in now]
+                names = [key for key in (name, columns.get(name, "")) if key in now]
                 other = now[names[-1]] if names else None
                 if not _is_delivered_alike(value, other):
                     place = f"{self.receipt['name']}, sample {row}, column {name!r}"
@@ -183,17 +183,17 @@ class _ComparedShard:
     def _fitted(self) -> Iterator[dict[str, Any]]:
         """The samples of the rows, as the writer was given them."""
         positions, target = self.task.positions(self.number), self.task.target
-        wanted: Container[int] = range(len(self.rows))
+        rows: Container[int] = range(len(self.rows))
         if self.task.batch_size is None and len(positions) == self.receipt["read"] == self.receipt["samples"]:
             positions = positions[self.rows]
         else:  # which samples are which rows shows when all are made
-            wanted = set(self.rows.tolist())
-        made = (sample for part in fitted_rows(self.task, positions) for sample in part.samples)
+            rows = set(self.rows.tolist())
+        samples = (sample for part in fitted_rows(self.task, positions) for sample in part.samples)
         end = [] if target.end_token is None else [target.end_token]
-        for row, sample in enumerate(made):
-            if row in wanted and target.to == "megatron":
+        for row, sample in enumerate(samples):
+            if row in rows and target.to == "megatron":
                 yield {"tokens": np.append(sample["tokens"], end).astype(target.dtype)}
-            elif row in wanted:
+            elif row in rows:
                 yield sample
 
     def _as_rows(self) -> Iterator[dict[str, Any]]:
@@ -219,14 +219,14 @@ class _ComparedShard:
         whole = replace(self, rows=everything)
         has_ends = target.end_token is None or target.to == "megatron"
         end = np.array([] if has_ends else [target.end_token], target.dtype)
-        parts = [np.append(one["tokens"], end).astype(target.dtype) for one in whole._fitted()]
-        made = np.concatenate([*parts, np.zeros(0, target.dtype)])
+        parts = [np.append(sample["tokens"], end).astype(target.dtype) for sample in whole._fitted()]
+        ids = np.concatenate([*parts, np.zeros(0, target.dtype)])
         stored = np.frombuffer(self.task.folder.read(file_name(self.receipt["name"])) or b"", target.dtype)
-        if len(made) != len(stored) or (made != stored).any():
-            at = int(np.flatnonzero(made[: len(stored)] != stored[: len(made)])[:1].sum())
+        if len(ids) != len(stored) or (ids != stored).any():
+            index = int(np.flatnonzero(ids[: len(stored)] != stored[: len(ids)])[:1].sum())
             raise ConversionError(
-                f"{self.receipt['name']} has {len(stored):,} tokens, and the source gives {len(made):,}; the "
-                f"first that differs is token {at:,}: source or functions changed, or the shard is damaged"
+                f"{self.receipt['name']} has {len(stored):,} tokens, and the source gives {len(ids):,}; the "
+                f"first that differs is token {index:,}: source or functions changed, or the shard is damaged"
             )
 
 

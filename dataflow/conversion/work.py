@@ -100,17 +100,17 @@ class ProducedSamples(NamedTuple):
     samples: list[Any]
     """The samples: at the end, what is written of them."""
 
-    def where(self, kept: Sequence[Any]) -> ProducedSamples:
-        """The samples for which `kept` is true."""
-        if all(kept):
+    def where(self, mask: Sequence[Any]) -> ProducedSamples:
+        """The samples for which `mask` is true."""
+        if all(mask):
             return self
-        return ProducedSamples(self.source, *(list(compress(column, kept)) for column in self[1:]))
+        return ProducedSamples(self.source, *(list(compress(column, mask)) for column in self[1:]))
 
     def failed(self, number: int, reason: str, stage: str) -> SampleError:
         """The error of one of them, by the name that it has in the source."""
-        url, own = self.source.named(self.positions[number])
+        url, name = self.source.named(self.positions[number])
         key = self.keys[number]
-        return SampleError(url, reason, key=own if key is None else str(key), stage=stage)
+        return SampleError(url, reason, key=name if key is None else str(key), stage=stage)
 
 
 def shard_name(number: int, to: str, mark: str) -> str:
@@ -182,12 +182,12 @@ def finished_shards(task: TaskSpec, *, sums: bool) -> dict[int, dict[str, Any]]:
             return bool(is_same)
         return False
 
-    found = task.folder.receipts(task.digest)
+    receipts = task.folder.receipts(task.digest)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="dataflow-convert") as pool:
-        are_same = list(pool.map(lambda one: is_as_written(*one), found.values()))
+        are_same = list(pool.map(lambda entry: is_as_written(*entry), receipts.values()))
     return {
         number: receipt
-        for (number, (receipt, _)), is_same in zip(found.items(), are_same, strict=True)
+        for (number, (receipt, _)), is_same in zip(receipts.items(), are_same, strict=True)
         if is_same
     }
 
@@ -206,13 +206,13 @@ def block_checksums(task: TaskSpec, url: str) -> list[int]:
     if isinstance(result, ShardError):
         raise result
     shard, scan = result
-    found: list[int] = []
+    checksums: list[int] = []
     memory = np.empty(scan.length.max(initial=0), np.uint8)  # once: new pages cost as much as the sum
     with closing(StoreReader(options)) as reader:
         for offset, length in zip(scan.offset.tolist(), scan.length.tolist(), strict=True):
             reader.read_into(shard, offset, memory[:length])
-            found.append(zlib.crc32(memory[:length].data))
-    return found
+            checksums.append(zlib.crc32(memory[:length].data))
+    return checksums
 
 
 def codec_of(target: Target, url: str) -> Any:
@@ -225,11 +225,11 @@ def codec_of(target: Target, url: str) -> Any:
 
 def fitted_rows(task: TaskSpec, positions: NDArray[np.int64]) -> Iterator[ProducedSamples]:
     """Yield what is written of the samples at some positions, some at a time."""
-    at = 0
+    start = 0
     for part in _parts(task, task.rows.batches(positions)):
-        own = positions[at : at + len(part)].tolist()
-        at += len(part)
-        yield _made(task, own, part)
+        part_positions = positions[start : start + len(part)].tolist()
+        start += len(part)
+        yield _made(task, part_positions, part)
 
 
 def _parts(task: TaskSpec, batches: Iterable[Sequence[Any]]) -> Iterator[list[Any]]:
@@ -251,8 +251,8 @@ def _made(task: TaskSpec, positions: list[int], samples: list[Any]) -> ProducedS
     if task.map is not None and task.batch_size:
         rows = _mapped_columns(task.map, rows) if rows.samples else rows
     elif task.map is not None:
-        made = _mapped(task.map, rows)
-        rows = rows._replace(samples=made).where([value is not None for value in made])
+        values = _mapped(task.map, rows)
+        rows = rows._replace(samples=values).where([value is not None for value in values])
     fitted, fit = list[Sample](), task.target.fitted
     try:
         for position, key, sample in zip(rows.positions, rows.keys, rows.samples, strict=True):
@@ -270,18 +270,18 @@ def _filtered(task: TaskSpec, positions: list[int], samples: list[Any]) -> Produ
 
 def _called(what: str, function: Callable[..., Any], rows: ProducedSamples) -> list[Any]:
     """Return what a function returns for each sample."""
-    made: list[Any] = []
+    results: list[Any] = []
     try:
         for sample in rows.samples:
-            made.append(function(sample))  # noqa: PERF401 - how many there are tells which failed
+            results.append(function(sample))  # noqa: PERF401 - how many there are tells which failed
     except SampleError:
         raise
     except Exception as error:
-        reason, sample = f"{what}= raised {type(error).__name__}: {error}", rows.samples[len(made)]
+        reason, sample = f"{what}= raised {type(error).__name__}: {error}", rows.samples[len(results)]
         if isinstance(error, KeyError) and isinstance(sample, dict):
             reason += f"; the sample has {listed(sample)}"
-        raise rows.failed(len(made), reason, "transform") from error
-    return made
+        raise rows.failed(len(results), reason, "transform") from error
+    return results
 
 
 def _mapped(function: Callable[..., Any], rows: ProducedSamples) -> list[Any]:
@@ -299,15 +299,15 @@ def _mapped_columns(function: Callable[..., Any], rows: ProducedSamples) -> Prod
     """Return what a function makes of the columns of samples; of other ones than it was given, if so many."""
     names = dict.fromkeys(chain.from_iterable(rows.samples))
     try:
-        made = function({name: [sample.get(name) for sample in rows.samples] for name in names})
-        sizes = {name: len(values) for name, values in made.items()}
+        columns = function({name: [sample.get(name) for sample in rows.samples] for name in names})
+        sizes = {name: len(values) for name, values in columns.items()}
     except Exception as error:
         reason = f"map= of {len(rows.samples)} samples from this one on: {type(error).__name__}: {error}"
         raise rows.failed(0, reason, "transform") from error
     if len(set(sizes.values())) > 1:
         reason = f"map= returned columns of different lengths for the samples from this one on: {sizes}"
         raise rows.failed(0, reason, "transform")
-    samples = [dict(zip(made, values, strict=True)) for values in zip(*made.values(), strict=True)]
+    samples = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     if len(samples) == len(rows.samples):
         return rows._replace(samples=samples)
     first, count = rows.positions[0], len(samples)

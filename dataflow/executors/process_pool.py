@@ -81,8 +81,8 @@ class ProcessEngine(Executor):
         for _ in range(workers):
             self._calls.put(None)
         for pool in list(self.pools) if kill else ():
-            for one in list((pool._processes or {}).values()):
-                one.kill()
+            for process in list((pool._processes or {}).values()):
+                process.kill()
 
 
 def _called(call: bytes) -> Any:

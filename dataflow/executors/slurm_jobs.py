@@ -73,9 +73,9 @@ def start(request: EngineRequest) -> Iterator[Executor]:
             "Slurm's command sbatch was not found: run this where jobs are submitted, or try it on this "
             "machine with the option cluster=local"
         )
-    given = {name: text for name, text in request.options.items() if name in _NAMES or "slurm_" in name}
+    texts = {name: text for name, text in request.options.items() if name in _NAMES or "slurm_" in name}
     values: dict[str, int | str] = {"timeout_min": _MINUTES}
-    values |= {_NAMES.get(name, name): int(text) if text.isdigit() else text for name, text in given.items()}
+    values |= {_NAMES.get(name, name): int(text) if text.isdigit() else text for name, text in texts.items()}
     workers = request.workers or _JOBS
     # The folder is this user's alone: tasks may hold the keys of a store.
     with TemporaryDirectory(prefix=".dataflow-jobs-", dir=request.options.get("folder", ".")) as folder:

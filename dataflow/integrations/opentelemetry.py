@@ -39,9 +39,9 @@ def instrument(provider: Any = None) -> None:
     """
     meter = (provider or metrics.get_meter_provider()).get_meter("dataflow")
     figures = _Figures()
-    for one in all_instruments():
-        make = meter.create_observable_counter if one.kind == "counter" else meter.create_observable_gauge
-        make(one.name, [figures.callback(one)], one.unit, one.description)
+    for spec in all_instruments():
+        make = meter.create_observable_counter if spec.kind == "counter" else meter.create_observable_gauge
+        make(spec.name, [figures.callback(spec)], spec.unit, spec.description)
 
 
 class _Figures:

@@ -61,5 +61,5 @@ def is_tried(package: str, tried: tuple[str, str]) -> bool:
 
 def _numbers(text: str) -> tuple[int, ...]:
     """The numbers of a release: (2, 6, 0) of 2.6.0rc1+cpu."""
-    found = re.match(r"\d+(\.\d+)*", text)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, match[0].split("."))) if match else ()

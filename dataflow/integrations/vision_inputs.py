@@ -63,29 +63,29 @@ class PackedPictures(NamedTuple):
         return {name: torch.cat(parts)} if parts else {}
 
 
-def _qwen(given: PackedPictures) -> dict[str, Any]:
+def _qwen(inputs: PackedPictures) -> dict[str, Any]:
     """Positions [4, 1, tokens]: the first row says where samples begin, the others are the model's three."""
-    lengths, device = given.rows.segments.length, given.is_image.device
-    merge = given.config.vision_config.spatial_merge_size
-    grids = given.columns.get("image_grid_thw", [])
+    lengths, device = inputs.rows.segments.length, inputs.is_image.device
+    merge = inputs.config.vision_config.spatial_merge_size
+    grids = inputs.columns.get("image_grid_thw", [])
     tokens = [int((grid.prod(1) // merge**2).sum()) if len(grid) else 0 for grid in grids] or [0] * len(
         lengths
     )
-    counts = pad(given.is_image.long().cumsum(0), (1, 0))
+    counts = pad(inputs.is_image.long().cumsum(0), (1, 0))
     ends = lengths.cumsum(0)
     _agree("tokens of pictures", (counts[ends] - counts[ends - lengths]).tolist(), "their sizes make", tokens)
-    patches = [len(part) for part in given.columns.get("pixel_values", ())] or [0] * len(lengths)
-    made = [count * merge**2 for count in tokens]
-    _agree("patches", patches, "image_grid_thw says", made)
-    joined = given.joined("image_grid_thw")
+    patches = [len(part) for part in inputs.columns.get("pixel_values", ())] or [0] * len(lengths)
+    patch_counts = [count * merge**2 for count in tokens]
+    _agree("patches", patches, "image_grid_thw says", patch_counts)
+    joined = inputs.joined("image_grid_thw")
     all_grids = joined.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.int64, device=device))
-    own = image_positions(given.is_image, lengths, all_grids.to(device), merge)
-    positions = torch.cat([given.flat["position_ids"], own])[:, None]
-    return {"position_ids": positions, **given.joined("pixel_values"), **joined}
+    picture_positions = image_positions(inputs.is_image, lengths, all_grids.to(device), merge)
+    positions = torch.cat([inputs.flat["position_ids"], picture_positions])[:, None]
+    return {"position_ids": positions, **inputs.joined("pixel_values"), **joined}
 
 
-def _agree(what: str, found: list[int], by: str, expected: list[int]) -> None:
-    for segment, (have, need) in enumerate(zip(found, expected, strict=True)):
+def _agree(what: str, counts: list[int], by: str, expected: list[int]) -> None:
+    for segment, (have, need) in enumerate(zip(counts, expected, strict=True)):
         if have != need:
             raise ValueError(
                 f"segment {segment} of the batch has {have} {what}, and {by} {need}; a sample must have its "
@@ -93,56 +93,56 @@ def _agree(what: str, found: list[int], by: str, expected: list[int]) -> None:
             )
 
 
-def _llava_onevision(given: PackedPictures) -> dict[str, Any]:
+def _llava_onevision(inputs: PackedPictures) -> dict[str, Any]:
     """Tiles filled up to the most that a picture has; the number of pictures of each sample."""
-    parts = [*given.columns.get("pixel_values", ())]
-    sizes = given.columns.get("image_sizes", ())
+    parts = [*inputs.columns.get("pixel_values", ())]
+    sizes = inputs.columns.get("image_sizes", ())
     for place, (part, size) in enumerate(zip(parts, sizes, strict=False)):
         if len(part) and part.dim() == 4:  # all tiles of a sample: of one picture, or one of each
             parts[place] = part[None] if len(size) == 1 else part[:, None]
     most = max((part.shape[1] for part in parts if len(part)), default=0)
     filled = [pad(part, (0, 0) * 3 + (0, most - part.shape[1])) if len(part) else part for part in parts]
     counts = [len(part) for part in filled if len(part)]
-    number = {"batch_num_images": torch.tensor(counts, device=given.is_image.device)} if counts else {}
-    pixels = given._replace(columns={"pixel_values": filled}).joined("pixel_values")
-    return {**pixels, **given.joined("image_sizes"), **number}
+    number = {"batch_num_images": torch.tensor(counts, device=inputs.is_image.device)} if counts else {}
+    pixels = inputs._replace(columns={"pixel_values": filled}).joined("pixel_values")
+    return {**pixels, **inputs.joined("image_sizes"), **number}
 
 
-def _idefics3(given: PackedPictures) -> dict[str, Any]:
+def _idefics3(inputs: PackedPictures) -> dict[str, Any]:
     """All tiles as those of one sample, [1, tiles, 3, height, width]."""
     columns = {
-        name: [part.flatten(0, 1) if part.dim() == dims else part for part in given.columns.get(name, ())]
+        name: [part.flatten(0, 1) if part.dim() == dims else part for part in inputs.columns.get(name, ())]
         for name, dims in (("pixel_values", 5), ("pixel_attention_mask", 4))
     }
-    tiles = given._replace(columns=columns)
+    tiles = inputs._replace(columns=columns)
     return {name: part[None] for key in _TILES for name, part in tiles.joined(key).items()}
 
 
-def _gemma3(given: PackedPictures) -> dict[str, Any]:
+def _gemma3(inputs: PackedPictures) -> dict[str, Any]:
     """Masks of both kinds of layers, as transformers 5.24 has it wrong for sliding ones.
 
     There a picture is looked up at the place in its sample, where the place in the row is meant.
     """
-    attention = given.config._attn_implementation
+    attention = inputs.config._attn_implementation
     if attention not in ("sdpa", "eager"):
         raise ValueError(
             f"Gemma3's pictures are seen both ways, which attn_implementation={attention!r} does not; "
             "use 'sdpa' or 'eager'"
         )
-    lengths, kinds = given.rows.segments.length, given.is_image
+    lengths, kinds = inputs.rows.segments.length, inputs.is_image
     segment = torch.arange(len(lengths), device=kinds.device).repeat_interleave(lengths)
     place = torch.arange(len(kinds), device=kinds.device)
     before = pad(kinds, (1, 0))[:-1] & (pad(segment, (1, 0))[:-1] == segment)
     picture = torch.where(kinds, (kinds & ~before).cumsum(0), -1)
     seen = (place <= place[:, None]) | ((picture == picture[:, None]) & kinds)
     seen &= segment == segment[:, None]
-    near = seen & (place > place[:, None] - given.config.text_config.sliding_window)
+    near = seen & (place > place[:, None] - inputs.config.text_config.sliding_window)
     if attention == "eager":  # it adds the mask to the scores
-        dtype = getattr(given.model, "dtype", None) or torch.float32
+        dtype = getattr(inputs.model, "dtype", None) or torch.float32
         low = torch.finfo(dtype).min
         seen, near = (torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, low) for mask in (seen, near))
     masks = {"full_attention": seen[None, None], "sliding_attention": near[None, None]}
-    return {**given.joined("pixel_values"), "token_type_ids": kinds.long()[None], "attention_mask": masks}
+    return {**inputs.joined("pixel_values"), "token_type_ids": kinds.long()[None], "attention_mask": masks}
 
 
 class Family(NamedTuple):
@@ -162,7 +162,7 @@ FAMILIES = {
     "qwen2_5_vl": Family(_qwen, _GRIDS),
     "qwen3_vl": Family(_qwen, _GRIDS),
     "qwen3_5": Family(_qwen, _GRIDS),
-    "llava": Family(lambda given: given.joined("pixel_values"), ("pixel_values",), _TOWERS),
+    "llava": Family(lambda inputs: inputs.joined("pixel_values"), ("pixel_values",), _TOWERS),
     "llava_onevision": Family(_llava_onevision, ("pixel_values", "image_sizes"), _TOWERS),
     "idefics3": Family(_idefics3, _TILES, ("llama",)),
     "smolvlm": Family(_idefics3, _TILES, ("llama",)),
@@ -211,13 +211,13 @@ def model_inputs(batch: Mapping[str, Any], model: Any) -> dict[str, Any]:
     columns = {name: _entries(name, batch[name], rows) for name in family.columns if name in batch}
     flat = rows.flattened(batch.get("labels"), mask=batch.get("loss_mask"))
     is_linear = "linear_attention" in (getattr(config.text_config, "layer_types", None) or ())
-    kept = {name: value for name, value in flat.items() if name not in _LINEAR or is_linear}
+    arguments = {name: value for name, value in flat.items() if name not in _LINEAR or is_linear}
     tokens = flat["input_ids"][0]
     if (video := getattr(config, "video_token_id", None)) is not None and bool((tokens == video).any()):
         raise ValueError(f"the batch has tokens of videos ({video}): videos were not tried")
     is_image = tokens == config.image_token_id
-    given = PackedPictures(rows, flat, columns, is_image, config, getattr(model, "module", model))
-    return {**kept, "use_cache": False, **family.arguments(given)}
+    inputs = PackedPictures(rows, flat, columns, is_image, config, getattr(model, "module", model))
+    return {**arguments, "use_cache": False, **family.arguments(inputs)}
 
 
 def _family(config: Any) -> Family:

@@ -64,9 +64,9 @@ class LooseFiles(Struct, frozen=True, eq=False, kw_only=True):
         if opening.asked.catalog is None:
             return built
         path, places = os.fspath(opening.asked.catalog), opening.places
-        kept = kept_catalog(path, places)
-        if kept is not None and _is_listed_alike(kept, built):
-            return kept.signed_by(built.locations)
+        catalog = kept_catalog(path, places)
+        if catalog is not None and _is_listed_alike(catalog, built):
+            return catalog.signed_by(built.locations)
         save_catalog(built, path, places.options, places.retrier)
         return built
 
@@ -95,11 +95,11 @@ class LooseFiles(Struct, frozen=True, eq=False, kw_only=True):
             ) as bar,
             retrier.pool(REMOTE_INDEX_THREADS, "dataflow-index") as pool,
         ):
-            for number, found in zip(unknown, bar.each(pool.map(ask, opened_urls)), strict=True):
-                if isinstance(found, ShardReadError):
-                    failures.append(found)
+            for number, answer in zip(unknown, bar.each(pool.map(ask, opened_urls)), strict=True):
+                if isinstance(answer, ShardReadError):
+                    failures.append(answer)
                 else:
-                    sizes[number], versions[number] = found
+                    sizes[number], versions[number] = answer
         if failures:
             if len(failures) > 1:
                 failures[0].add_note(f"so it is with {len(failures) - 1} more of {len(unknown):,} files")
@@ -115,10 +115,10 @@ class LooseFiles(Struct, frozen=True, eq=False, kw_only=True):
         endings = np.array([ending_of(name) for name in names])
         sizes_of, missing = {}, {}
         for ending in np.unique(endings).tolist():
-            own = endings == ending
-            sizes_of[ending] = int(self.sizes[own].min()), int(self.sizes[own].max())
-            if not own.all():
-                missing[ending] = int(own.argmin()), ""
+            mask = endings == ending
+            sizes_of[ending] = int(self.sizes[mask].min()), int(self.sizes[mask].max())
+            if not mask.all():
+                missing[ending] = int(mask.argmin()), ""
         schema = schema_of(sizes_of, self.class_names)
         if self.manifest is not None:
             if both := schema.keys() & self.manifest.schema.keys():
@@ -154,13 +154,13 @@ class LooseFiles(Struct, frozen=True, eq=False, kw_only=True):
         return pa.Table.from_arrays(columns, schema=COLUMNS)
 
 
-def _is_listed_alike(kept: Catalog, built: Catalog) -> bool:
+def _is_listed_alike(catalog: Catalog, built: Catalog) -> bool:
     """Return whether a kept catalog is of the very files that another one was built of."""
     listing = ["url", "size", "version", "footer", "blocks"]
     return (
-        kept.format == built.format
-        and list(kept.schemas) == list(built.schemas)
-        and kept.rows.select(listing).equals(built.rows.select(listing))
+        catalog.format == built.format
+        and list(catalog.schemas) == list(built.schemas)
+        and catalog.rows.select(listing).equals(built.rows.select(listing))
     )
 
 
@@ -208,11 +208,11 @@ def _local_listing(root: str, depth: int | None) -> FolderListing:
                     if depth is not None and len(above) >= depth:
                         continue
                     status = entry.stat()
-                    own = status.st_dev, status.st_ino
-                    if own in above:
+                    inode = status.st_dev, status.st_ino
+                    if inode in above:
                         reason = "is a link to a folder that it lies in: take the link away"
                         raise ShardReadError(entry.path, reason)
-                    waiting.append((name, (*above, own)))
+                    waiting.append((name, (*above, inode)))
                     folders.add(name.partition("/")[0])
                 elif (facts := _facts(entry)) is None:
                     num_hidden += 1

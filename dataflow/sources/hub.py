@@ -59,7 +59,7 @@ def claim_repository(spec: Spec, asked: SourceArguments, places: Places) -> List
     """The shards of repositories, these at their commits; of a single one the files of its split."""
     refuse_unmeant(spec, asked)
     access, revision = HubAccess.given(places.options), str(asked.revision) if asked.revision else None
-    texts = [_pinned(one, access, places.retrier, revision) if is_hub(one) else one for one in spec.texts]
+    texts = [_pinned(text, access, places.retrier, revision) if is_hub(text) else text for text in spec.texts]
     files = _files_of_split(texts[0], access, asked, places) if len(texts) == 1 else None
     named: Any = files or (texts[0] if len(texts) == 1 else texts)
     return claim_shards(structs.replace(spec, source=named, texts=files or texts), asked, places)
@@ -128,18 +128,18 @@ def _as_listed(
     places: Places,
 ) -> list[str]:
     """The URLs of the files of a split; of folders with a list of their own, those that it has."""
-    found = split_files(
+    matches = split_files(
         files, configs, where=where, config=asked.config, split=asked.split, format=asked.format_name
     )
-    folders = {_folder(file) for file in found}
+    folders = {_folder(file) for file in matches}
     lists = {
         _folder(name): listed
         for name in filter(is_listing, files)
         if _folder(name) in folders and (listed := shards_listed(url_of(name), places.options)) is not None
     }
-    check_sets([file for file in found if _folder(file) not in lists], where)
+    check_sets([file for file in matches if _folder(file) not in lists], where)
     urls: dict[str, None] = {}
-    for file in found:
+    for file in matches:
         urls |= dict.fromkeys(lists.get(_folder(file), [url_of(file)]))
     return list(urls)
 
@@ -174,8 +174,8 @@ def _listing(name: HubName, access: HubAccess, retrier: Retrier) -> Snapshot:
     with _claimed(key):
         note = _note_of_job(key)
         commit = str(name.revision) if name.is_pinned else _agreed(note)
-        kept = Snapshot.kept(access.endpoint, name.repo, commit) if commit else None
-        if kept is None:
+        state = Snapshot.kept(access.endpoint, name.repo, commit) if commit else None
+        if state is None:
             with ProgressBar(f"listing {repo.url}", unit="part", after_s=_QUICK_S) as bar:
                 ends_s, parts = time.monotonic() + LISTING_S, count(1)
 
@@ -183,10 +183,10 @@ def _listing(name: HubName, access: HubAccess, retrier: Retrier) -> Snapshot:
                     bar.show(next(parts))  # asked after each part of an answer
                     return time.monotonic() > ends_s
 
-                kept = _shared(key, lambda: retrier(lambda: fetch_snapshot(access, repo, is_late), repo.url))
-            kept.keep()
-            _agree(note, kept.commit)
-    return kept
+                state = _shared(key, lambda: retrier(lambda: fetch_snapshot(access, repo, is_late), repo.url))
+            state.keep()
+            _agree(note, state.commit)
+    return state
 
 
 @contextmanager
@@ -205,9 +205,9 @@ def _claimed(key: str) -> Iterator[None]:
 def _note_of_job(key: str) -> str | None:
     """The file where processes of this job on this machine agree on a commit; None: the job has no name."""
     env = os.environ
-    job = [env.get(one) for one in ("MASTER_ADDR", "MASTER_PORT")]
+    job = [env.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")]
     if None in job:
-        job = [env.get(one) for one in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+        job = [env.get(name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
     if None in job:
         return None
     # A port is used again by the next job: its processes have another parent.
@@ -245,11 +245,11 @@ def _shared(key: str, ask: Callable[[], Snapshot]) -> Snapshot:
     if store.add(f"{key}/asked", 1) == 1:
         answer = b""
         try:
-            found = ask()
-            answer = zlib.compress(found.to_bytes(), 1)
+            snapshot = ask()
+            answer = zlib.compress(snapshot.to_bytes(), 1)
         finally:
             store.set(key, answer)  # also where it failed, for whoever waits
-        return found
+        return snapshot
     with suppress(RuntimeError, ValueError, zlib.error):  # torch's DistError is a RuntimeError
         store.wait([key], timedelta(seconds=_PATIENCE_S))
         return Snapshot.from_bytes(zlib.decompress(store.get(key)))

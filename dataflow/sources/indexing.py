@@ -78,10 +78,10 @@ def index(
     looked for where its workers are.
     """
     options = storage_options or {}
-    own = listed_entries(urls, codec, options, retrier) if listed is None or codec.listing_name else {}
-    listed = listed or own
-    if own and listed is not own:  # as of folders with values
-        listed = {url: structs.replace(facts, listed=own.get(url)) for url, facts in listed.items()}
+    entries = listed_entries(urls, codec, options, retrier) if listed is None or codec.listing_name else {}
+    listed = listed or entries
+    if entries and listed is not entries:  # as of folders with values
+        listed = {url: structs.replace(facts, listed=entries.get(url)) for url, facts in listed.items()}
     group = ShardGroup(
         urls=urls,
         codec=codec,
@@ -91,21 +91,21 @@ def index(
         policy=retrier.policy,
         hosts=retrier.hosts,
     )
-    kept = _KeptScans(group)
+    scans = _KeptScans(group)
     with ProgressBar("indexing", total=len(urls), unit="shard", visible=progress) as bar:
-        found = kept.load(retrier)
-        missing = [number for number in range(len(urls)) if number not in found]
+        results = scans.load(retrier)
+        missing = [number for number in range(len(urls)) if number not in results]
         rest = structs.replace(group, urls=[urls[number] for number in missing])
         with scanned_here(rest, retrier) if run is None else resolve_name(ELSEWHERE)(rest, run) as scanned:
-            new = kept.keeping(missing, scanned)
+            new = scans.keeping(missing, scanned)
             catalog = catalog_of(
                 urls,
                 codec,
-                (found[number] if number in found else next(new) for number in range(len(urls))),
+                (results[number] if number in results else next(new) for number in range(len(urls))),
                 block_bytes=block_bytes,
                 progress=lambda done, total, samples: bar.show(done, total, f"{samples:,} samples"),
             )
-    kept.remove()
+    scans.remove()
     return catalog
 
 
@@ -122,30 +122,30 @@ class _KeptScans:
 
     def load(self, retrier: Retrier) -> dict[int, Scanned]:
         """Return what was found of shards that are as they were, by number."""
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         group, unusable = self._group, (OSError, EOFError, LookupError, AttributeError, pickle.PickleError)
         with suppress(*unusable):
             for name in os.listdir(self._folder):
                 with suppress(*unusable), open(f"{self._folder}/{name}", "rb") as file:
-                    found.update(pickle.load(file))  # of this user's own folder
-        if not found or group.listed:
+                    results.update(pickle.load(file))  # of this user's own folder
+        if not results or group.listed:
             return {}
-        urls = [group.urls[number] for number in found]
-        catalog = catalog_of(urls, group.codec, found.values(), block_bytes=group.block_bytes)
+        urls = [group.urls[number] for number in results]
+        catalog = catalog_of(urls, group.codec, results.values(), block_bytes=group.block_bytes)
         with retrier.pool(REMOTE_INDEX_THREADS, "dataflow-index") as pool:
-            changed = {one.url for one in changes(catalog, group.storage_options, pool.map, retry=retrier)}
-        return {number: one for number, one in found.items() if one[0].url not in changed}
+            changed = {item.url for item in changes(catalog, group.storage_options, pool.map, retry=retrier)}
+        return {number: result for number, result in results.items() if result[0].url not in changed}
 
     def keeping(self, numbers: Sequence[int], scanned: Iterable[Scanned]) -> Iterator[Scanned]:
         """Yield what is found of shards of these numbers, and keep it, but for errors."""
         part: dict[int, Scanned] = {}
-        for number, one in zip(numbers, scanned, strict=True):
-            if not isinstance(one, ShardError) and not self._group.listed:
-                part[number] = replace(one[0], signed_url=""), one[1]
+        for number, result in zip(numbers, scanned, strict=True):
+            if not isinstance(result, ShardError) and not self._group.listed:
+                part[number] = replace(result[0], signed_url=""), result[1]
             if len(part) >= _KEPT_TOGETHER:
                 self._write(part)
                 part.clear()
-            yield one
+            yield result
 
     def _write(self, part: Mapping[int, Scanned]) -> None:
         with suppress(OSError):  # the next start looks at them again

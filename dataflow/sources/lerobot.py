@@ -65,12 +65,12 @@ def open_lerobot(source: Any, options: Mapping[str, Any], files: SmallFiles) -> 
     cameras = {}
     for key in keys:
         names = _paths(root, video_path, episodes, f"videos/{key}", video_key=key)
-        found = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        number_of = {name: number for number, name in enumerate(dict.fromkeys(names))}
         cameras[key] = Camera(
             height_width=_height_width(sizes[key], features[key].get("names")),
             videos=EpisodeVideos(
-                shards=_shards(list(found), options),
-                file=np.array([found[name] for name in names], np.int64),
+                shards=_shards(list(number_of), options),
+                file=np.array([number_of[name] for name in names], np.int64),
                 begin_s=_numbers(episodes, f"videos/{key}/from_timestamp").astype(np.float64),
                 num_frames=_numbers(episodes, "length").astype(np.int64),
                 fps=fps,

@@ -166,7 +166,7 @@ def _names_files(url: str, places: Places) -> bool:
     beside = {*places.names(folder)} - {file_name(url)}
     above = {*places.names(folder, "directory")}
     texts = {text.removeprefix("./") for row in rows[1:] for text in row}
-    is_beside = any(one in beside or ("/" in one and one.partition("/")[0] in above) for one in texts)
+    is_beside = any(text in beside or ("/" in text and text.partition("/")[0] in above) for text in texts)
     return is_beside or not rows or "file_name" in rows[0]
 
 
@@ -217,15 +217,15 @@ def _of_folder(
     their numbers; None: those of this folder.
     """
     try:
-        found = listing(url, options)
+        contents = listing(url, options)
     except ShardReadError as error:
         if is_http(url) and error.reason.startswith("no such file"):
             return None  # a server without pages that list files
         raise
-    is_sample = _chooser(found.files, any_kind=any_kind)
+    is_sample = _chooser(contents.files, any_kind=any_kind)
     if is_sample is None:
         return None
-    rows = _manifest_in(url, found.files, options)
+    rows = _manifest_in(url, contents.files, options)
     if rows is None and above[0]:
         there = listing(above[0], options, depth=1)
         rows = _manifest_in(above[0], there.files, options, within=above[1])
@@ -233,9 +233,9 @@ def _of_folder(
         named = sorted({name.removeprefix("./").partition("/")[0] for name in rows.names if "/" in name})
         if len({_split_of(name) for name in named} - {None}) > 1:
             raise _of_several_splits(url, named, f", or manifest={file_name(rows.url)!r} for all its files")
-        return _in_order_of(rows, url, found, is_found=True)
-    samples = {path: facts for path, facts in found.files.items() if is_sample(path)}
-    num_files, top = len(found.files) + found.num_hidden, sorted(found.folders)
+        return _in_order_of(rows, url, contents, is_found=True)
+    samples = {path: facts for path, facts in contents.files.items() if is_sample(path)}
+    num_files, top = len(contents.files) + contents.num_hidden, sorted(contents.folders)
     beside = sorted(path for path in samples if "/" not in path)
     filled = {path.partition("/")[0] for path in samples if "/" in path}
     _check_keys(samples)
@@ -245,7 +245,7 @@ def _of_folder(
     is_split = filled == {name for name in filled if _split_of(name)}
     if len(splits) > 1 or (is_split and all(path.count("/") > 1 for path in samples)):
         raise _of_several_splits(url, top, "")
-    if nested := [path for path in found.files if path.rpartition("/")[2] in MANIFESTS]:
+    if nested := [path for path in contents.files if path.rpartition("/")[2] in MANIFESTS]:
         raise ValueError(
             f"{identity_of(url)} has a manifest in a folder below, {nested[0]!r}: give that folder as the "
             f"source, or the table by manifest=, with names from {identity_of(url)} on"
@@ -275,7 +275,7 @@ def _of_folder(
     paths = sorted((path for path in samples if "/" in path), key=methodcaller("rpartition", "/"))
     numbers = np.array([number_of[path.partition("/")[0]] for path in paths], np.int32)
     by_class = np.argsort(numbers, kind="stable")
-    paths = [paths[at] for at in by_class.tolist()]
+    paths = [paths[index] for index in by_class.tolist()]
     files = _loose(url, paths, [samples[path] for path in paths], num_files - len(paths))
     files = structs.replace(files, class_numbers=numbers[by_class], class_names=names)
     if names == top:
@@ -298,8 +298,8 @@ def _chooser(files: Files, *, any_kind: bool) -> Callable[[str], bool] | None:
     num_in_shards -= sum(has_suffix(name) for name in MANIFESTS if name in files)
     if not kinds or max(kinds.values()) <= _PER_SHARD * num_in_shards:
         return None
-    wanted = KINDS[kinds.most_common(1)[0][0]]
-    return lambda name: ending_of(name) in wanted
+    suffixes = KINDS[kinds.most_common(1)[0][0]]
+    return lambda name: ending_of(name) in suffixes
 
 
 # ---- manifests ------------------------------------------------------------------------------------------
@@ -344,12 +344,12 @@ def _of_manifest(url: str, manifest: Manifest, options: Mapping[str, Any] | None
     return _in_order_of(rows, url, listing(url, options), is_found=False)
 
 
-def _in_order_of(rows: ManifestRows, url: str, found: FolderListing, *, is_found: bool) -> LooseFiles:
+def _in_order_of(rows: ManifestRows, url: str, contents: FolderListing, *, is_found: bool) -> LooseFiles:
     """The files of a listing that a manifest names; the others are counted.
 
     `is_found`: whether the manifest was found in the folder, and nobody named it.
     """
-    there, paths = found.files, paths_of(rows, url)
+    there, paths = contents.files, paths_of(rows, url)
     raise_absent(rows, [row for row, path in enumerate(paths) if path not in there], url)
     used = {*paths}
     endings = {ending_of(path) for path in used}
@@ -362,7 +362,7 @@ def _in_order_of(rows: ManifestRows, url: str, found: FolderListing, *, is_found
         )
         # Whoever names a manifest may mean a part of the files.
         warnings.warn(text, stacklevel=2) if is_found else _log.info("%s", text)
-    return _of_rows(rows, url, paths, [there[path] for path in paths], len(others) + found.num_hidden)
+    return _of_rows(rows, url, paths, [there[path] for path in paths], len(others) + contents.num_hidden)
 
 
 def _of_rows(
@@ -385,9 +385,9 @@ def _of_rows(
 
 
 def _of_several_splits(url: str, names: Sequence[str], otherwise: str) -> ValueError:
-    one = next(filter(None, map(_split_of, names)))
-    told = f"{identity_of(url)} has a folder for each split ({listed(names)})"
-    return ValueError(f"{told}: name one, as in split={one!r}{otherwise}")
+    split = next(filter(None, map(_split_of, names)))
+    reason = f"{identity_of(url)} has a folder for each split ({listed(names)})"
+    return ValueError(f"{reason}: name one, as in split={split!r}{otherwise}")
 
 
 def _of_split(
@@ -402,18 +402,18 @@ def _of_split(
     if len(patterns) != 1 or not _is_folder(url := patterns[0], options):
         return None
     names = _folders_in(url, options)
-    splits = {one: name for name in reversed(names) if (one := _split_of(name))}
+    splits = {key: name for name in reversed(names) if (key := _split_of(name))}
     name = split if split in names else splits.get(_split_of(split) or split)
     if name is not None:
         if classes is None:  # of all splits: one that lacks a class has the numbers of the others
-            own = {*_folders_in(below(url, name), options)}
+            folders = {*_folders_in(below(url, name), options)}
             of_others = [
-                _folders_in(below(url, one), options) for one in names if _split_of(one) and one != name
+                _folders_in(below(url, peer), options) for peer in names if _split_of(peer) and peer != name
             ]
-            classes = sorted(own.union(*of_others)) if own else None
+            classes = sorted(folders.union(*of_others)) if folders else None
         place = below(url, name)
         return _of_folder(place, options, any_kind=any_kind, above=(url, name), classes=classes)
-    if any(_of_folder(below(url, one), options, any_kind=any_kind) for one in [*splits.values()][:1]):
+    if any(_of_folder(below(url, folder), options, any_kind=any_kind) for folder in [*splits.values()][:1]):
         raise ValueError(
             f"split must be one of {listed(sorted(splits))}: {identity_of(url)} has the folders "
             f"{listed(names)}; got {split!r}"
@@ -428,7 +428,7 @@ def _of_patterns(patterns: Sequence[str], options: Mapping[str, Any] | None) -> 
     """The files that match any of some patterns, in the order of the patterns, each once."""
     from fsspec.utils import glob_translate
 
-    found, listings = Files(), dict[tuple[str, int | None], Files]()
+    files, listings = Files(), dict[tuple[str, int | None], Files]()
     num_left_out = 0
     for pattern in patterns:
         root, rest = _split_pattern(pattern, options)
@@ -443,9 +443,9 @@ def _of_patterns(patterns: Sequence[str], options: Mapping[str, Any] | None) -> 
         if not names:
             raise ShardReadError(pattern, f"no file matches this pattern among {len(there)}")
         for name in names:
-            found[below(root, name)] = there[name]
+            files[below(root, name)] = there[name]
     roots = {root for root, _ in listings}
-    return _listed(found, roots, num_left_out)
+    return _listed(files, roots, num_left_out)
 
 
 def _split_pattern(pattern: str, options: Mapping[str, Any] | None) -> tuple[str, str]:
@@ -469,12 +469,12 @@ def _is_there(folder: str, pattern: str, part: str, options: Mapping[str, Any] |
         return bool(fs.isdir(path))
 
 
-def _listed(found: Files, roots: Iterable[str], num_left_out: int) -> LooseFiles:
+def _listed(files: Files, roots: Iterable[str], num_left_out: int) -> LooseFiles:
     """Files by their URLs; what the folders that they were looked for in have in common is in no name."""
     common = len(common_folder(f"{root.rstrip('/')}/" for root in roots))
-    names = list(map(identity_of, found))
+    names = list(map(identity_of, files))
     _check_keys(names)
-    return _without_class(list(found), [len(name) - common for name in names], found.values(), num_left_out)
+    return _without_class(list(files), [len(name) - common for name in names], files.values(), num_left_out)
 
 
 def _of_urls(urls: Sequence[str]) -> LooseFiles:
@@ -544,8 +544,8 @@ def _folders_in(url: str, options: Mapping[str, Any] | None) -> list[str]:
                 names = [entry.name for entry in entries if entry.is_dir()]
         else:
             fs, path = open_url(url, options)
-            found = fs.ls(path, detail=True)
-            names = [file_name(one["name"]) for one in found if one["type"] == "directory"]
+            infos = fs.ls(path, detail=True)
+            names = [file_name(info["name"]) for info in infos if info["type"] == "directory"]
     return sorted(name for name in names if not is_hidden(name))
 
 

@@ -157,11 +157,11 @@ def read_manifest(
     numbers = list(range(1, len(files) + 1))
     if within:
         paths = [_below(name, folder) for name in files]
-        own = [row for row, name in enumerate(paths) if name.startswith(f"{within}/")]
-        if not own:
+        rows = [row for row, name in enumerate(paths) if name.startswith(f"{within}/")]
+        if not rows:
             return None
-        table, numbers = table.take(own), [row + 1 for row in own]
-        files = [paths[row].removeprefix(f"{within}/") for row in own]
+        table, numbers = table.take(rows), [row + 1 for row in rows]
+        files = [paths[row].removeprefix(f"{within}/") for row in rows]
     rest = [name for name in names if name and name not in (manifest.file, manifest.size)]
     columns, schema = _columns(url, table.select(rest))
     if manifest.classes:
@@ -204,8 +204,8 @@ def _table(url: str, data: bytes, manifest: Manifest) -> pa.Table:
         raise CorruptShardError(url, "the manifest is empty (0 bytes)")
     if ending in ("csv", "tsv"):
         return read_separated(url, data, ending, manifest.file, manifest)
-    if any(getattr(manifest, one.name) != getattr(Dialect(), one.name) for one in fields(Dialect)):
-        names = ", ".join(one.name for one in fields(Dialect))
+    if any(getattr(manifest, field.name) != getattr(Dialect(), field.name) for field in fields(Dialect)):
+        names = ", ".join(field.name for field in fields(Dialect))
         raise ValueError(f"{names} say how CSV and TSV are written, and {identity_of(url)} is neither")
     return _parquet(url, data) if ending == "parquet" else _lines(url, data.removeprefix(b"\xef\xbb\xbf"))
 
@@ -239,7 +239,7 @@ def _lines(url: str, data: bytes) -> pa.Table:
     catalog, content = catalog_of([url], codec, [(shard, scan)], block_bytes=len(data)), memoryview(data)
     blocks = map(catalog.block, range(catalog.num_blocks))
     return pa.concat_tables(
-        [codec.table(one, content[one.offset : one.offset + one.length], None) for one in blocks]
+        [codec.table(block, content[block.offset : block.offset + block.length], None) for block in blocks]
     )
 
 
@@ -283,22 +283,22 @@ def _columns(url: str, table: pa.Table) -> tuple[Columns, dict[str, ColumnSpec]]
         num_samples=table.num_rows, number=0, number_in_shard=0,
     )  # fmt: skip
     schema = dict[str, ColumnSpec]()
-    for one in flat.schema:
-        spec = spec_of(one.type)
+    for field in flat.schema:
+        spec = spec_of(field.type)
         if spec is not None and spec.kind == "null":
             continue
         if spec is None or spec.kind not in ("fixed", "text", "json", "list") or spec.shape:
-            what = str(one.type) if spec is None else spec_text(spec)
-            reason = f"column {one.name!r} is {what}, and manifests have numbers, text, lists and JSON"
-            note = (one.metadata or {}).get(PROBLEM, reason.encode()).decode()
-            schema[one.name] = ColumnSpec("unreadable", note=f"{note}; columns= may leave it out")
+            what = str(field.type) if spec is None else spec_text(spec)
+            reason = f"column {field.name!r} is {what}, and manifests have numbers, text, lists and JSON"
+            note = (field.metadata or {}).get(PROBLEM, reason.encode()).decode()
+            schema[field.name] = ColumnSpec("unreadable", note=f"{note}; columns= may leave it out")
             continue
-        if one.name in _RESERVED or "/" in one.name:
+        if field.name in _RESERVED or "/" in field.name:
             raise ValueError(
-                f"the manifest {identity_of(url)} has a column {one.name!r}, a name that files cannot have: "
-                "rename it"
+                f"the manifest {identity_of(url)} has a column {field.name!r}, a name that files cannot "
+                "have: rename it"
             )
-        schema[one.name] = spec
+        schema[field.name] = spec
     columns = columns_of(flat, [name for name in schema if schema[name].kind != "unreadable"], block)
     for name, column in columns.items():
         if _lacks(column).any():
@@ -354,7 +354,7 @@ def _number_classes(
         for row, there in enumerate((column.lengths >= 0).tolist())
     ]
     known = sorted({*values} - {""}) if names is None else list(names)
-    number_of = {one: number for number, one in enumerate(known)}
+    number_of = {label: number for number, label in enumerate(known)}
     for row, value in enumerate(values):
         if value not in number_of:
             what = f"class {value!r}, none of {listed(known)}" if value else "no class"

@@ -36,27 +36,27 @@ def scanned_elsewhere(group: ShardGroup, run: RunTasks) -> Iterator[Iterator[Sca
         for urls in shared_out(group.urls, _SHARDS_OF_A_TASK)
     )
     with closing(run(_scan, parts)) as results:
-        yield (one for part in in_order(results) for one in part)
+        yield (result for part in in_order(results) for result in part)
 
 
 def _scan(group: ShardGroup) -> list[Scanned]:
     """Index the shards of a task, in a worker; errors of shards are told when all were tried."""
     with Retrier(group.policy, group.hosts) as retrier, scanned_here(group, retrier) as scanned:
-        found = list(scanned)
-    for one in found:
-        if isinstance(one, ShardError):
+        scans = list(scanned)
+    for scan in scans:
+        if isinstance(scan, ShardError):
             where = f"process {os.getpid()} of {platform.node()}"
             same = (
-                ": local paths must be the same on all machines of an engine" if one.shard[:1] == "/" else ""
+                ": local paths must be the same on all machines of an engine" if scan.shard[:1] == "/" else ""
             )
-            one.add_note(f"{where} looked at it{same}")
-    return found
+            scan.add_note(f"{where} looked at it{same}")
+    return scans
 
 
 def shared_out(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
     """The items of each task, in order: at most so many, and fewer where there would be few tasks."""
     step = max(1, min(most, -(-len(items) // _LEAST_TASKS)))
-    return (items[at : at + step] for at in range(0, len(items), step))
+    return (items[start : start + step] for start in range(0, len(items), step))
 
 
 def in_order(numbered: Iterator[tuple[int, T]]) -> Iterator[T]:

@@ -183,15 +183,15 @@ def _with_members(source: BlockSource, selection: Selection, expression: Any) ->
         asks = "it may ask which members or files there are, field('txt').is_valid(), and their bytes"
         raise ValueError(f"{error}; {asks}, field('jpg', 'size') > 1000") from error
     masks: dict[int, NDArray[np.bool_]] = {}
-    wanted = pa.schema([schema.field(name) for name in condition.fields])
+    members = pa.schema([schema.field(name) for name in condition.fields])
     numbers = np.flatnonzero(selection.num_samples)
     million = np.cumsum(catalog.blocks.num_samples[numbers]) // _SAMPLES_AT_ONCE
     for group in np.split(numbers, np.flatnonzero(np.diff(million)) + 1) if len(numbers) else ():
-        own = group.tolist()
-        blocks = [catalog.block(number) for number in own]
-        holds = condition.holds(member_table(codec, blocks, wanted))
+        block_numbers = group.tolist()
+        blocks = [catalog.block(number) for number in block_numbers]
+        holds = condition.holds(member_table(codec, blocks, members))
         ends = np.cumsum([block.num_samples for block in blocks])
-        masks.update(zip(own, np.split(holds, ends[:-1]), strict=True))
+        masks.update(zip(block_numbers, np.split(holds, ends[:-1]), strict=True))
     return selection.where(lambda block, rows: masks[block][rows])
 
 
@@ -202,7 +202,7 @@ def features_by_name(outputs: Sequence[Output], catalog: Catalog, codec: Format)
     else:
         stored = {name: json.loads(spec.feature) for name, spec in catalog.schema.items() if spec.feature}
     stored = dict(_flattened(stored))
-    named = {one.name: one.sources[0] for one in outputs if len(one.sources) == 1 and not one.suffix}
+    named = {item.name: item.sources[0] for item in outputs if len(item.sources) == 1 and not item.suffix}
     return {name: stored[source] for name, source in named.items() if source in stored}
 
 
@@ -229,7 +229,7 @@ def balance_of(dataset: Any, by: str, weights: Mapping[Any, Weight] | Sequence[W
         raise ValueError(f"column {by!r} has {len(names):,} classes, and weights {len(weights):,} numbers")
     exact = exact_numbers(weights)
     drawn = drawn_of_classes(len(dataset), exact)
-    if never := [at for at, weight in enumerate(exact) if weight and not drawn[at]]:
+    if never := [number for number, weight in enumerate(exact) if weight and not drawn[number]]:
         label = _labels(labels, by, first[never[:1]]).tolist()[0]
         raise ValueError(
             f"{len(never):,} classes with a weight, such as {label!r} of {size[never[0]]:,} samples, would "
@@ -255,17 +255,17 @@ def _kept_classes(dataset: Any, by: str) -> NDArray[np.int32]:
     marks = ("classes", output.description(), repr(output.default), *output.sources, dataset.fingerprint())
     catalog, path = dataset.catalog.fingerprint(), dataset.catalog_path
     file = LengthsFile(num_samples=len(dataset), catalog=catalog, facts=marks, catalog_path=path)
-    kept = KeptLengths([file])
-    if output.function or not kept.is_complete:
+    cache = KeptLengths([file])
+    if output.function or not cache.is_complete:
         _labels(dataset, by, np.zeros(1, np.int64))  # raises for what is no label, before all are read
         labels = _labels(dataset, by, np.arange(len(dataset)))
         classes = np.unique(labels, return_inverse=True)[1]
         if output.function:  # which nothing tells from another one
             return classes.astype(np.int32)
-        kept.forget()
-        kept.note(np.arange(len(dataset)), classes)
-        kept.save()
-    return kept.lengths
+        cache.forget()
+        cache.note(np.arange(len(dataset)), classes)
+        cache.save()
+    return cache.lengths
 
 
 def _labels(dataset: Any, by: str, samples: NDArray[np.int64]) -> NDArray[Any]:

@@ -117,11 +117,11 @@ class ChatTemplate:
 
     def _with_ids(self, sample: Sample, chat: RenderedChat, encoding: Any) -> Sample:
         ids = encoding.ids
-        kept = kept_length(len(ids), self.max_length, self.overlong)
+        length = kept_length(len(ids), self.max_length, self.overlong)
         rest = {name: value for name, value in sample.items() if name not in (self.column, self.tools)}
-        rest[self.into] = ids_tensor(ids[:kept], self._dtype)
+        rest[self.into] = ids_tensor(ids[:length], self._dtype)
         if self.mask:
-            rest[self.mask] = torch.from_numpy(overlapping(encoding.offsets, chat.spans)[:kept])
+            rest[self.mask] = torch.from_numpy(overlapping(encoding.offsets, chat.spans)[:length])
         return rest
 
     def __repr__(self) -> str:

@@ -73,11 +73,11 @@ class ChatText:
         blocks: list[str] = []
         from dataflow.text.template_bounds import bounded
 
-        given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+        context = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
         template = self._template
         with bounded((messages, tools)):
             # One block at a time, so that a mark knows how much text there is before it.
-            for block in template.generate(**given, **self.variables, **{_TRACE: (blocks, spans)}):
+            for block in template.generate(**context, **self.variables, **{_TRACE: (blocks, spans)}):
                 blocks.append(block)  # noqa: PERF402
         return "".join(blocks)
 
@@ -150,7 +150,7 @@ def template_of(
 
     Raises `ValueError` where there is no template.
     """
-    config_file, own = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    config_file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     config = json.loads(read_regular(config_file)) if config_file.exists() else {}
     tokens = {name: _token(value) for name, value in config.items() if name.endswith("_token")}
     variables = {name: token for name, token in tokens.items() if token is not None} | dict(variables or {})
@@ -158,11 +158,11 @@ def template_of(
         return read_regular(Path(template)).decode(), variables
     if template is not None:
         return template, variables
-    if own.exists():
-        return read_regular(own).decode(), variables
+    if template_file.exists():
+        return read_regular(template_file).decode(), variables
     source = config.get("chat_template")
     if isinstance(source, list):  # several, by name
-        source = {one["name"]: one["template"] for one in source}.get("default")
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
     if not isinstance(source, str):
         raise ValueError(f"there is no chat template in {folder}: pass template=")
     return source, variables

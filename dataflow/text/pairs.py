@@ -71,8 +71,8 @@ class PreferencePairs:
     @property
     def fingerprint(self) -> str:
         """See `BatchTransform`."""
-        own = "/".join((self.stage.fingerprint, self.chosen, self.rejected, self.prompt))
-        return f"{self.stage.fingerprint.partition('-')[0]}-{short_hash(own)}"
+        text = "/".join((self.stage.fingerprint, self.chosen, self.rejected, self.prompt))
+        return f"{self.stage.fingerprint.partition('-')[0]}-{short_hash(text)}"
 
     def __call__(self, sample: Sample) -> Sample:
         """Turn one sample into token ids of a pair."""
@@ -81,8 +81,8 @@ class PreferencePairs:
     def batch(self, samples: list[Sample]) -> list[Sample]:
         """Many samples: both answers of all of them in one call of the stage."""
         answers = [self._answer(sample, name) for name in (self.chosen, self.rejected) for sample in samples]
-        made = self.stage.batch(answers)
-        pairs = zip(samples, made[: len(samples)], made[len(samples) :], strict=True)
+        results = self.stage.batch(answers)
+        pairs = zip(samples, results[: len(samples)], results[len(samples) :], strict=True)
         return [self._joined(sample, chosen, rejected) for sample, chosen, rejected in pairs]
 
     def _answer(self, sample: Sample, name: str) -> Sample:
@@ -145,7 +145,7 @@ def split_pairs(
         raise ValueError(f"column {column!r} is neither packed nor padded, but {type(rows).__name__}")
     _check_whole(first, rows.lengths)
     lengths = torch.cat((first, rows.lengths - first))
-    shape, made = rows.tokens.shape, dict(batch)
+    shape, columns = rows.tokens.shape, dict(batch)
 
     def split(name: str, values: Tensor) -> Tensor:
         fill = pad.get(name, 0) if isinstance(pad, Mapping) else pad
@@ -159,8 +159,8 @@ def split_pairs(
 
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.shape == shape:
-            made[name] = split(name, value)
-    return {**made, column: PaddedRows(split(column, rows.tokens), lengths)}
+            columns[name] = split(name, value)
+    return {**columns, column: PaddedRows(split(column, rows.tokens), lengths)}
 
 
 def _two_segments(rows: PackedRows, first: Tensor) -> PackedRows:

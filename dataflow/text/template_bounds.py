@@ -93,19 +93,19 @@ def size_of(value: Any, most: float = float("inf")) -> int:
     """Units of a value as if it were written out: what is held twice counts twice. Stops beyond `most`."""
     units, stack = 0, [value]
     while stack and units <= most:
-        one = stack.pop()
-        if isinstance(one, str | bytes):
-            units += len(one)
+        item = stack.pop()
+        if isinstance(item, str | bytes):
+            units += len(item)
             continue
         units += _ITEM_UNITS
-        if isinstance(one, Mapping):
-            stack += [*one.keys(), *one.values()]
-        elif isinstance(one, range):
-            units += _ITEM_UNITS * len(one)
-        elif isinstance(one, list | tuple | set | frozenset):
-            stack += one
-        elif isinstance(one, int):
-            units += one.bit_length()
+        if isinstance(item, Mapping):
+            stack += [*item.keys(), *item.values()]
+        elif isinstance(item, range):
+            units += _ITEM_UNITS * len(item)
+        elif isinstance(item, list | tuple | set | frozenset):
+            stack += item
+        elif isinstance(item, int):
+            units += item.bit_length()
     return units
 
 
@@ -162,7 +162,7 @@ def _check_growth(name: str, args: tuple[Any, ...], options: Mapping[str, Any]) 
     budget = _current.get()
     _check_width(*more)
     if name == "tojson" and more:
-        budget.spend(size_of(value, _UNITS) * max((_width(one) for one in more), default=1))
+        budget.spend(size_of(value, _UNITS) * max((_width(argument) for argument in more), default=1))
     elif name in ("format", "format_map"):
         _check_format(str(value), *more)
     elif name == "replace" and len(more) > 1:
@@ -178,7 +178,7 @@ def _check_growth(name: str, args: tuple[Any, ...], options: Mapping[str, Any]) 
     if name in _SLOW and size_of(value, _MOST_SLOW) + size_of(more, _MOST_SLOW) > _MOST_SLOW:
         raise TemplateLimitError(f"uses {name!r} on a text of more than {_MOST_SLOW:,} characters")
     if name in ("indent", "wordwrap"):
-        budget.spend(size_of(value) * max((_width(one) for one in more), default=4))
+        budget.spend(size_of(value) * max((_width(argument) for argument in more), default=4))
 
 
 def _width(value: Any) -> int:
@@ -278,8 +278,8 @@ class _Bounding(NodeTransformer):
 
     def _counted(self, node: Any, *args: Any, **options: Any) -> Any:
         node = self.generic_visit(node, *args, **options)
-        own = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
-        spending = self._filter("_iterated", nodes.Const(own), node.lineno)
+        length = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+        spending = self._filter("_iterated", nodes.Const(length), node.lineno)
         node.body.insert(0, nodes.ExprStmt(spending).set_lineno(node.lineno))
         return node
 

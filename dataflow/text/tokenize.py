@@ -96,9 +96,9 @@ class Tokenize:
 
     def _with_ids(self, sample: Sample, ids: list[int]) -> Sample:
         num_special = len(self._bos) + len(self._eos)
-        kept = kept_length(len(ids) + num_special, self.max_length, self.overlong) - num_special
+        length = kept_length(len(ids) + num_special, self.max_length, self.overlong) - num_special
         rest = {name: value for name, value in sample.items() if name != self.column}
-        ids = [*self._bos, *(ids[:kept] if kept < len(ids) else ids), *self._eos]
+        ids = [*self._bos, *(ids[:length] if length < len(ids) else ids), *self._eos]
         return {**rest, self.into: ids_tensor(ids, self._dtype)}
 
     def __repr__(self) -> str:

@@ -48,8 +48,8 @@ class TokenizerFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        given = Path(path).absolute()
-        self.path = given / "tokenizer.json" if given.is_dir() else given
+        location = Path(path).absolute()
+        self.path = location / "tokenizer.json" if location.is_dir() else location
         data = read_regular(self.path)
         self.hash = hash_of(data)
         """blake2b of the file's bytes, 16 hex digits."""
@@ -62,9 +62,9 @@ class TokenizerFile:
         Raises `ValueError` where the file has changed since this object was made, here or elsewhere.
         """
         data = read_regular(self.path)
-        if (found := hash_of(data)) != self.hash:
+        if (file_hash := hash_of(data)) != self.hash:
             raise ValueError(
-                f"{self.path} is another tokenizer (hash {found}) than when the transform was made "
+                f"{self.path} is another tokenizer (hash {file_hash}) than when the transform was made "
                 f"({self.hash}): give a file that stays as it is while the job runs"
             )
         return self._opened(data)

@@ -133,20 +133,20 @@ class EnergonDataset(Struct, frozen=True, kw_only=True):
             if found != count:
                 reason = f"holds {found:,} samples, and {_META} counts {count:,}: {_AGAIN}"
                 raise CorruptShardError(f"{self.root}/{name}", reason)
-        kept = Selection.whole(blocks.num_samples)
-        bounds = self.part.bounds(len(kept))
-        if bounds != (0, len(kept)):
-            kept = kept.between(*bounds)
+        selection = Selection.whole(blocks.num_samples)
+        bounds = self.part.bounds(len(selection))
+        if bounds != (0, len(selection)):
+            selection = selection.between(*bounds)
         excluded = sorted(self.excluded)
 
         def is_above(name: str) -> bool:
             first = bisect_left(excluded, f"{name}/")
             return first < len(excluded) and excluded[first].startswith(f"{name}/")
 
-        apart = kept.of_blocks(np.array([is_above(name) for name in names])[blocks.shard])
+        apart = selection.of_blocks(np.array([is_above(name) for name in names])[blocks.shard])
         keys = keys_of(apart) if len(apart) else []
         first = np.cumsum([0, *apart.num_samples])
-        if keys and len(kept) == blocks.num_samples.sum():
+        if keys and len(selection) == blocks.num_samples.sum():
             shards = np.repeat(blocks.shard, apart.num_samples).tolist()
             there = {f"{names[shard]}/{key.decode()}" for shard, key in zip(shards, keys, strict=True)}
             tars = sorted({f"{names[shard]}/" for shard in shards})
@@ -158,11 +158,11 @@ class EnergonDataset(Struct, frozen=True, kw_only=True):
 
         def is_kept(block: int, rows: Any) -> Any:
             shard = names[blocks.shard[block]]
-            own = keys[first[block] : first[block + 1]]
-            mask = [f"{shard}/{key.decode()}" not in self.excluded for key in own]
+            block_keys = keys[first[block] : first[block + 1]]
+            mask = [f"{shard}/{key.decode()}" not in self.excluded for key in block_keys]
             return np.array(mask, np.bool_) if mask else np.ones(len(rows), np.bool_)
 
-        return kept.where(is_kept) if keys else kept
+        return selection.where(is_kept) if keys else selection
 
 
 def claim(spec: Spec, asked: SourceArguments, places: Places) -> Listing | None:
@@ -248,20 +248,20 @@ def read_energon(part: EnergonPart, files: SmallFiles) -> EnergonDataset:
 
 def _tar_of(name: str, tars: Sequence[str]) -> str:
     """The one of some tars, sorted, each with a slash behind it, that a sample is in; "": none is."""
-    at = bisect_right(tars, name)
-    return tars[at - 1] if at and name.startswith(tars[at - 1]) else ""
+    index = bisect_right(tars, name)
+    return tars[index - 1] if index and name.startswith(tars[index - 1]) else ""
 
 
 def _names_nothing(name: str, url: str) -> ValueError:
-    told = f"exclude in {url} names {name[:100]!r}, and there is no such tar or sample"
-    return ValueError(f"{told}: correct it, as what it means would be trained on")
+    reason = f"exclude in {url} names {name[:100]!r}, and there is no such tar or sample"
+    return ValueError(f"{reason}: correct it, as what it means would be trained on")
 
 
 def _first_there(root: str, names: Sequence[str], files: SmallFiles) -> str:
     """The URL of the first file that is there."""
     urls = [f"{root}/{_META}/{name}" for name in names]
-    if found := next(filter(files.exists, urls), None):
-        return found
+    if url := next(filter(files.exists, urls), None):
+        return url
     raise ShardReadError(urls[0], f"no such file: {_AGAIN}")
 
 
@@ -278,9 +278,9 @@ def read_value(url: str, files: SmallFiles) -> Any:
 
 def _with_text_keys(value: Any) -> Any:
     if isinstance(value, list):
-        return [_with_text_keys(one) for one in value]
+        return [_with_text_keys(item) for item in value]
     if isinstance(value, dict):
-        return {str(key): _with_text_keys(one) for key, one in value.items()}
+        return {str(key): _with_text_keys(item) for key, item in value.items()}
     return value
 
 
@@ -330,7 +330,7 @@ def fields_of(dataset: EnergonDataset, files: SmallFiles) -> tuple[Columns, dict
         _check_class(value["sample_type"], _SAMPLE_TYPE, url)
     known = {"__module__", "__class__", "sample_type", "field_map", "subflavors"}
     is_crude = value.get("__class__") == "CrudeWebdataset"
-    if is_crude and isinstance(parts, list) and all(isinstance(one, str) for one in parts):
+    if is_crude and isinstance(parts, list) and all(isinstance(part, str) for part in parts):
         known.add("part_filter")
     if other := sorted({*value} - known):
         raise ValueError(f"{url} has {other[0]}: {value[other[0]]!r:.100}, {_OWN}")
@@ -338,7 +338,7 @@ def fields_of(dataset: EnergonDataset, files: SmallFiles) -> tuple[Columns, dict
         warnings.warn(f"{url}: subflavors are not delivered: {value['subflavors']!r:.200}", stacklevel=5)
     if is_crude:
         return parts, {}
-    if not isinstance(fields, dict) or not all(isinstance(one, str) for one in fields.values()):
+    if not isinstance(fields, dict) or not all(isinstance(member, str) for member in fields.values()):
         raise ValueError(f"{url} has no field_map from fields to members, {_OWN}")
     columns, rules = dict[str, str](), dict[str, JsonField]()
     for field, text in fields.items():
@@ -358,10 +358,10 @@ def _check_class(value: Any, known: re.Pattern[str], url: str) -> None:
 
 def _member(text: str, where: str) -> tuple[str, Sequence[Sequence[str]]]:
     """The member, or alternatives, that a field is; and the paths in its JSON, if it is a part of that."""
-    found = [match.groups() for option in text.split(",") if (match := _FIELD.fullmatch(option))]
-    members = list(dict.fromkeys(member for member, _ in found))
-    if not any(path for _, path in found) and len(found) > text.count(","):
+    pairs = [match.groups() for option in text.split(",") if (match := _FIELD.fullmatch(option))]
+    members = list(dict.fromkeys(member for member, _ in pairs))
+    if not any(path for _, path in pairs) and len(pairs) > text.count(","):
         return "|".join(members), ()
-    if len(members) != 1 or not members[0].lower().endswith(("json", "jsn")) or len(found) <= text.count(","):
+    if len(members) != 1 or not members[0].lower().endswith(("json", "jsn")) or len(pairs) <= text.count(","):
         raise ValueError(f"{where}: {text!r} is neither members nor parts of one of JSON, {_OWN}")
-    return members[0], tuple(tuple(path[1:-1].split("][")) if path else () for _, path in found)
+    return members[0], tuple(tuple(path[1:-1].split("][")) if path else () for _, path in pairs)

@@ -103,17 +103,17 @@ class _File:
         if not mode:
             return self._reference(node, within)
         nodes = node[mode]
-        if not isinstance(nodes, list) or not nodes or not all(isinstance(one, dict) for one in nodes):
+        if not isinstance(nodes, list) or not nodes or not all(isinstance(child, dict) for child in nodes):
             raise self._damaged(f"{mode} must be a list of datasets", nodes)
-        amounts = [self._amount(one.get(_AMOUNTS[mode], 1)) for one in nodes]
+        amounts = [self._amount(child.get(_AMOUNTS[mode], 1)) for child in nodes]
         total = (sum(amounts) if mode == "blend" else 0) or Fraction(1)
         parts: list[tuple[EnergonPart, Fraction]] = []
-        for one, amount in zip(nodes, amounts, strict=True):
-            rest = {key: value for key, value in one.items() if key != _AMOUNTS[mode]}
+        for child, amount in zip(nodes, amounts, strict=True):
+            rest = {key: value for key, value in child.items() if key != _AMOUNTS[mode]}
             inner = self._node(rest, within)
             if inner.mode not in ("", mode):
                 raise ValueError(f"{self.url}: {mode} of a {inner.mode}: a metadataset has one or the other")
-            parts += [(part, own * amount / total) for part, own in inner.parts]
+            parts += [(part, share * amount / total) for part, share in inner.parts]
         return Blend(mode=mode, parts=parts)
 
     def _reference(self, node: Mapping[str, Any], within: EnergonPart) -> Blend:
@@ -122,7 +122,7 @@ class _File:
             warnings.warn(f"{self.url}: subflavors are not delivered: {node['subflavors']!r}", stacklevel=7)
         named = {key: node[key] for key in ("dataset_config", "split_config") if node.get(key)}
         split = node.get("split_part") or self.split
-        if not all(isinstance(one, str) for one in (node.get("path"), split, *named.values())):
+        if not all(isinstance(value, str) for value in (node.get("path"), split, *named.values())):
             raise self._damaged("a dataset needs a path, and names are text", node)
         path = _from_folder_of(self.url, node["path"])
         self.references.append(path)

@@ -130,7 +130,7 @@ def _expand_braces(pattern: str, options: Mapping[str, Any] | None, *, looks_up:
 
     folder = _braced_folder(pattern, options) if asks else ""
     try:
-        return [folder + one for one in braceexpand(pattern.removeprefix(folder))]
+        return [folder + name for name in braceexpand(pattern.removeprefix(folder))]
     except ValueError as error:
         if not asks:
             with suppress(Exception):  # there is an error to raise already
@@ -228,10 +228,10 @@ def _matches(fs: Any, path: str) -> dict[str, dict[str, Any]]:
 
     depth = None if "**" in pattern else pattern.count("/") + 1
     is_match = re.compile(glob_translate(pattern)).match
-    found, start = fs.find(folder, maxdepth=depth, withdirs=True, detail=True), folder.rstrip("/") + "/"
+    entries, start = fs.find(folder, maxdepth=depth, withdirs=True, detail=True), folder.rstrip("/") + "/"
     return {
         name: info
-        for name, info in found.items()
+        for name, info in entries.items()
         if name.startswith(start) and is_match(name.rstrip("/").removeprefix(start))
     }
 
@@ -244,7 +244,7 @@ def _list_directory(
         listed = shards_listed(_in_place_of(path, url.rstrip("/"), name, fs), options)
         if listed is not None:
             return listed
-    folders = [file_name(one["name"]) for one in entries if one["type"] == "directory"]
+    folders = [file_name(entry["name"]) for entry in entries if entry["type"] == "directory"]
     if DELTA_LOG in folders:  # of files that the log removed, some are still there
         raise ValueError(
             f"{identity_of(url)} is a Delta table, whose log says which of its files count: open each table "
@@ -261,15 +261,15 @@ def _list_directory(
         cure += "; if it is an Iceberg table, open it by itself" if ICEBERG_METADATA in folders else ""
         num = len(entries) - len(folders)
         raise ShardReadError(url, f"the directory holds no shards among its {num} files{cure}")
-    found = [_in_place_of(path, url.rstrip("/"), name, fs) for name in sorted(shards)]
-    names, where = list(map(file_name, found)), identity_of(url.rstrip("/"))
+    urls = [_in_place_of(path, url.rstrip("/"), name, fs) for name in sorted(shards)]
+    names, where = list(map(file_name, urls)), identity_of(url.rstrip("/"))
     if is_alone:
         check_one_split(names, where)
     check_sets(names, where)
     if values := [name for name in folders if "=" in name]:
         what = f"what lies in folders such as {min(values)!r} is left out, as {names[0]!r} lies beside"
         warnings.warn(f"{where}: {what}. To read all, give '{where}/**/*.*'", stacklevel=2)
-    return found
+    return urls
 
 
 def _files(

@@ -56,10 +56,10 @@ class Places:
 
 
 def _entries_here(path: str) -> Entries:
-    with store_errors(path), os.scandir(path) as found:
+    with store_errors(path), os.scandir(path) as entries:
         return [
             {"name": entry.path, "type": "directory" if entry.is_dir() else "file", "size": None}
-            for entry in found
+            for entry in entries
         ]
 
 
@@ -72,5 +72,5 @@ def entries_of(url: str, options: Mapping[str, Any] | None) -> Entries | None:
             return None
         entries: Entries = fs.ls(path, detail=True)
     start = path.rstrip("/") + "/"
-    is_folder = info["type"] == "directory" or any(one["name"].startswith(start) for one in entries)
+    is_folder = info["type"] == "directory" or any(entry["name"].startswith(start) for entry in entries)
     return entries if is_folder else None

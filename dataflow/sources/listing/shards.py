@@ -32,11 +32,11 @@ def shards_in(names: Collection[str], format: str = "auto") -> list[str]:  # noq
     Beside tars that img2dataset wrote, its tables of what became of each URL are none.
     """
     endings = {name: suffix_of(name) for name in names if not name.startswith((".", "_"))}
-    wanted = ENTRIES[format].suffixes if format in ENTRIES else ()
+    choices = ENTRIES[format].suffixes if format in ENTRIES else ()
     there = {*endings.values()}
-    known = there.intersection(wanted) or {ending for ending in there if ending and has_suffix(f"x{ending}")}
+    known = there.intersection(choices) or {ending for ending in there if ending and has_suffix(f"x{ending}")}
     if not known:
-        return [name for name, ending in endings.items() if not ending] if wanted else []
+        return [name for name, ending in endings.items() if not ending] if choices else []
     if known == {".tar", ".parquet"}:
         stems = [name.removesuffix(".tar") for name, ending in endings.items() if ending == ".tar"]
         if {f"{stem}{end}" for stem in stems for end in ("_stats.json", ".parquet")} <= endings.keys():
@@ -46,8 +46,8 @@ def shards_in(names: Collection[str], format: str = "auto") -> list[str]:  # noq
 
 def splits_in(names: Sequence[str]) -> dict[str, list[str]]:
     """The files of each split that the names of some tell."""
-    found = {split: [name for name in names if sign.search(name)] for split, sign in _IN_NAME.items()}
-    return {split: files for split, files in found.items() if files}
+    matches = {split: [name for name in names if sign.search(name)] for split, sign in _IN_NAME.items()}
+    return {split: files for split, files in matches.items() if files}
 
 
 def check_one_split(names: Sequence[str], where: str) -> None:
@@ -59,8 +59,8 @@ def check_one_split(names: Sequence[str], where: str) -> None:
     others = [name for name in names if not any(sign.search(name) for sign in _IN_NAME.values())]
     cure = f"name one, as in split={first!r}, or files by a pattern, as in '{where}/*.*'"
     if others:
-        told = f"{where} holds {files[0]!r}, of the split {first!r}, and {len(others):,} shards of none"
-        warnings.warn(f"{told}, such as {others[0]!r}: all are read. If not so meant, {cure}", stacklevel=2)
+        text = f"{where} holds {files[0]!r}, of the split {first!r}, and {len(others):,} shards of none"
+        warnings.warn(f"{text}, such as {others[0]!r}: all are read. If not so meant, {cure}", stacklevel=2)
     elif len({*map(tuple, splits.values())}) > 1:
         raise ValueError(f"{where} holds the shards of several splits ({listed(splits)}): {cure}")
 

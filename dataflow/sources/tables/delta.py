@@ -135,10 +135,10 @@ def _local_table(
         yield url
         return
     before = [n for name, n in versions.items() if _CHECKPOINT in name and n <= number]
-    wanted = [name for name, n in versions.items() if max(before, default=0) <= n <= number]
+    names = [name for name, n in versions.items() if max(before, default=0) <= n <= number]
     sidecars = below(folder, "_sidecars")
-    copies = {below(folder, name): name for name in wanted}
-    if any(map(_WITH_SIDECARS.search, wanted)):
+    copies = {below(folder, name): name for name in names}
+    if any(map(_WITH_SIDECARS.search, names)):
         copies |= {below(sidecars, name): f"_sidecars/{name}" for name in store.names(sidecars)}
     with tempfile.TemporaryDirectory(prefix="dataflow-delta-") as root:
         os.makedirs(os.path.join(root, DELTA_LOG, "_sidecars"))
@@ -156,7 +156,7 @@ def _local_table(
 def _read_log(place: str, number: int, url: str) -> Log:
     """The log as deltalake reads it, in a process of its own: its threads outlive every call."""
     here = str(Path(__file__).parents[3])
-    path = [here, *(one or os.getcwd() for one in sys.path if one != here)]
+    path = [here, *(entry or os.getcwd() for entry in sys.path if entry != here)]
     name = name_of("delta", url, str(number))
     with tempfile.TemporaryFile() as out:  # what else the process prints is none of the answer
         try:

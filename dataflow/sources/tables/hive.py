@@ -46,8 +46,8 @@ def parted_by_folders(
     values = {url: _values_of(url, root) for url in urls}
     types = types or {}
     texts: dict[str, set[str]] = {}
-    for own in values.values():
-        for key, text in own.items():
+    for pairs in values.values():
+        for key, text in pairs.items():
             texts.setdefault(key, set()).add(text)
     if unknown := sorted({*types} - {*texts}):
         raise ValueError(f"types names {unknown[0]!r}, and no folder is called '{unknown[0]}=...'")
@@ -55,12 +55,12 @@ def parted_by_folders(
         raise ValueError(f"format='hive' is for folders called by values, and none of {root} is")
     if not texts:
         return listing
-    kinds = {key: _type_of(key, found - {_MISSING}, types) for key, found in texts.items()}
+    kinds = {key: _type_of(key, labels - {_MISSING}, types) for key, labels in texts.items()}
     facts = {
         url: FolderValues(
-            values={key: _scalar(own.get(key, _MISSING), kind, key, url) for key, kind in kinds.items()}
+            values={key: _scalar(pairs.get(key, _MISSING), kind, key, url) for key, kind in kinds.items()}
         )
-        for url, own in values.items()
+        for url, pairs in values.items()
     }
     version = ", ".join(f"{key}: {kind}" for key, kind in kinds.items())
     return structs.replace(listing, format=resolve_format("hive", (), version=version, of=codec), facts=facts)

@@ -108,8 +108,8 @@ def open_iceberg(url: str, store: SmallFiles, revision: str | int | None) -> Tab
         CorruptShardError: its metadata is damaged.
     """
     if url.startswith("iceberg://"):
-        found = _from_catalog(url)
-        metadata, folder, may_leave = found.metadata, found.metadata.location, True
+        catalog_table = _from_catalog(url)
+        metadata, folder, may_leave = catalog_table.metadata, catalog_table.metadata.location, True
         folder = local_path(folder) if is_local(folder) else folder
     else:
         file = url if url.endswith(".metadata.json") else _last_metadata(url, store)
@@ -272,7 +272,7 @@ def _files(
     files = {}
     # Not by `plan_files`: its threads stay, and workers could no longer be forked from this process.
     with store.retrier.pool(_THREADS, "dataflow-iceberg") as pool:
-        entries = list(pool.map(lambda one: one.fetch_manifest_entry(table.io), manifests))
+        entries = list(pool.map(lambda manifest: manifest.fetch_manifest_entry(table.io), manifests))
     for file in (entry.data_file for part in entries for entry in part):
         if file.file_format != FileFormat.PARQUET:
             raise ShardReadError(
