@@ -70,7 +70,7 @@ def run_all(
         except (BrokenExecutor, RuntimeError) as error:
             raise EngineError(
                 f"the executor takes no more tasks ({error or type(error).__name__}). One of "
-                "`dataflow.executors.engine` goes on when a worker dies, `ProcessPoolExecutor` does not"
+                "`dataflow.engines.engine` goes on when a worker dies, `ProcessPoolExecutor` does not"
             ) from error
         waiting[future] = number, task, count
         future.add_done_callback(done.put)

@@ -1,12 +1,10 @@
-"""Jobs of Spark, each of some calls: Spark gives those of an executor that was lost to others."""
+"""Jobs of Spark, one for each call: Spark gives those of an executor that was lost to others."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -20,47 +18,29 @@ from dataflow.executors.errors import EngineError
 from dataflow.executors.starting import EngineRequest, cancelling
 
 _JOBS = 64
-"""Jobs at a time, at most: each has a thread here."""
+"""Jobs at a time, at least: a cluster may grow."""
 
 
-class SparkEngine(Executor):
-    """Calls as jobs of a `SparkContext`: a job takes as many as wait, up to its share of the slots."""
+class SparkEngine(ThreadPoolExecutor):
+    """Calls as jobs of a `SparkContext`, each waited for by a thread."""
 
-    def __init__(self, context: SparkContext, threads: ThreadPoolExecutor) -> None:
-        self._context, self._threads = context, threads
-        self._waiting, self._lock = deque[tuple[Future[Any], bytes]](), threading.Lock()
+    def __init__(self, context: SparkContext) -> None:
+        slots = max(_JOBS, context.defaultParallelism)
+        super().__init__(slots, thread_name_prefix="dataflow-engine")
+        self._context = context
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call it in an executor of Spark; see `Executor`."""
-        future: Future[Any] = Future()
-        self._waiting.append((future, cloudpickle.dumps(partial(function, *args, **kwargs))))
-        self._threads.submit(self._run)
-        return future
+        return super().submit(self._call, cloudpickle.dumps(partial(function, *args, **kwargs)))
 
-    def _run(self) -> None:
-        with self._lock:
-            count = min(len(self._waiting), -(-self._context.defaultParallelism // _JOBS))
-            taken = [self._waiting.popleft() for _ in range(count)]
-        taken = [(future, call) for future, call in taken if future.set_running_or_notify_cancel()]
-        if not taken:
-            return
-        try:
-            self._context.setJobGroup("dataflow", "tasks of dataflow", interruptOnCancel=True)
-            results = self._context.parallelize([call for _, call in taken], len(taken)).map(_call).collect()
-            for (future, _), result in zip(taken, results, strict=True):
-                future.set_result(result)
-        except Exception as error:
-            for future, _ in taken:
-                future.set_exception(error)
+    def _call(self, call: bytes) -> Any:
+        self._context.setJobGroup("dataflow", "tasks of dataflow", interruptOnCancel=True)
+        return self._context.parallelize([call], 1).map(lambda each: cloudpickle.loads(each)()).collect()[0]
 
     def cancel(self) -> None:
         """End the calls that run, and those that wait."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.shutdown(wait=False, cancel_futures=True)
         self._context.cancelJobGroup("dataflow")
-
-
-def _call(call: bytes) -> Any:
-    return cloudpickle.loads(call)()
 
 
 @contextmanager
@@ -87,7 +67,6 @@ def start(request: EngineRequest) -> Iterator[Executor]:
             request.say(f"spark: {master}, started here")
         else:
             request.joins(context.master)
-        with ThreadPoolExecutor(_JOBS, thread_name_prefix="dataflow-engine") as threads:
-            executor = SparkEngine(context, threads)
-            with cancelling(executor.cancel):
-                yield executor
+        executor = opened.enter_context(SparkEngine(context))
+        with cancelling(executor.cancel):
+            yield executor
