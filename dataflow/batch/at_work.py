@@ -37,5 +37,5 @@ def sample_text(rows: ChunkRows, row: int) -> str:
 
 def sample_at(frame: FrameType) -> str:
     """`sample_text` of the sample that a stack of this process is at; "": at none."""
-    at = row_at(frame)
-    return "" if at is None else sample_text(*at)
+    position = row_at(frame)
+    return "" if position is None else sample_text(*position)

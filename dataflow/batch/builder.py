@@ -97,8 +97,8 @@ class BuildSettings(Struct, frozen=True, kw_only=True):
     def calls_functions(self) -> bool:
         """Return whether builders call functions of the user's."""
         transforms = (transform for transform, _ in self.transforms)
-        own = (*transforms, self.collate, self.batch_transform, *(one.function for one in self.outputs))
-        return any(function is not None for function in own)
+        functions = (*transforms, self.collate, self.batch_transform, *(o.function for o in self.outputs))
+        return any(function is not None for function in functions)
 
     @property
     def lists(self) -> frozenset[str]:
@@ -362,42 +362,42 @@ class BatchBuilder:
 
     def _remarks(self, first: int, end: int) -> tuple[SampleWarning, ...]:
         """Return what is odd about rows of the chunk. Where, is said once: to find a key may take a read."""
-        found: dict[str, SampleWarning] = {}
+        warnings: dict[str, SampleWarning] = {}
         for row, column, kind in self.columns.remarks:
             if not first <= row < end:
                 continue
-            if kind not in found:
+            if kind not in warnings:
                 is_known = kind in self.context.warned_of
                 self.context.warned_of.add(kind)
                 text = "" if is_known else str(self.rows.sample_error(row, kind, column))
-                found[kind] = SampleWarning(kind, 0, text)
-            found[kind] = found[kind]._replace(num_values=found[kind].num_values + 1)
-        return tuple(found.values())
+                warnings[kind] = SampleWarning(kind, 0, text)
+            warnings[kind] = warnings[kind]._replace(num_values=warnings[kind].num_values + 1)
+        return tuple(warnings.values())
 
     def _finish_batch(
         self, number: int, batch: dict[str, Any], row: int, size: int, skipped: list[SampleError]
     ) -> Finishing[tuple[Any, int]]:
         settings, columns = self.settings, self.columns
         segments = self.plan.segments and self.plan.segments.one(number - self.plan.first_batch)
-        kept = np.arange(size)
+        rows = np.arange(size)
         if segments is not None and settings.gathers:  # a sample once, however often it is in the batch
-            kept = np.sort(np.unique(segments.segments.position, return_index=True)[1])
+            rows = np.sort(np.unique(segments.segments.position, return_index=True)[1])
         if dropped := {r - row for r in columns.bad if row <= r < row + size}:
-            dropped &= {*kept.tolist()}
+            dropped &= {*rows.tolist()}
         for r in sorted(dropped):
             self._leave_out(columns.bad[row + r], columns.bad[row + r].__cause__, skipped)
-        if dropped or len(kept) < size:
-            kept = np.setdiff1d(kept, [*dropped], assume_unique=True)
-            if not len(kept):
+        if dropped or len(rows) < size:
+            rows = np.setdiff1d(rows, [*dropped], assume_unique=True)
+            if not len(rows):
                 return {}, 0
-            batch = drop_rows(batch, kept)
+            batch = drop_rows(batch, rows)
         if segments is not None and settings.collate is None:
             assert settings.batching is not None
-            segments = segments.keep(kept) if dropped else segments
+            segments = segments.keep(rows) if dropped else segments
             batch = batch_columns(settings.batching, segments, batch, columns.slot)
         result: Any = batch
         if settings.takes_samples:
-            samples, kept = yield from self._transform(batch, kept, row, skipped)
+            samples, rows = yield from self._transform(batch, rows, row, skipped)
             if not samples:
                 return {}, 0
             if segments is not None and (gather := settings.gathers) is not None:
@@ -405,94 +405,94 @@ class BatchBuilder:
                 # Not in the chunk's credits: it counts as what is on the heap does.
                 room = partial(self.context.arena.lease, on_return=self.context.on_return(0))
                 self._late_bytes = late_bytes(samples)
-                made = made_for(segments, gather(samples, room), samples, kept)
+                measured = made_for(segments, gather(samples, room), samples, rows)
                 error = partial(self.rows.sample_error, column=None, stage="transform")
-                row_of = dict(zip(made.positions.tolist(), (row + kept).tolist(), strict=True))
+                row_of = dict(zip(measured.positions.tolist(), (row + rows).tolist(), strict=True))
                 wrong = self.context.forms.misfits(
-                    made, gather, lambda position: error(row_of[position], "") if position in row_of else None
+                    measured, gather, lambda p: error(row_of[p], "") if p in row_of else None
                 )
-                for at, reason in wrong.items():
-                    self._leave_out(error(row + int(kept[at]), reason), None, skipped)
-                made = made.without([*wrong]).with_lists(gather.lists)
-                if not len(made):
+                for index, reason in wrong.items():
+                    self._leave_out(error(row + int(rows[index]), reason), None, skipped)
+                measured = measured.without([*wrong]).with_lists(gather.lists)
+                if not len(measured):
                     return {}, 0
-                result, kept = batch_of_made(settings.batching, made, segments, self.context.forms)
+                result, rows = batch_of_made(settings.batching, measured, segments, self.context.forms)
             elif settings.collate:
-                context = partial(self._context_of, "collate_fn=", number, row, kept, samples)
+                context = partial(self._context_of, "collate_fn=", number, row, rows, samples)
                 result = called(settings.collate, samples, context)
             else:
-                result, kept = self._collate(samples, kept, row, skipped)
-                if not len(kept):
+                result, rows = self._collate(samples, rows, row, skipped)
+                if not len(rows):
                     return {}, 0
         if settings.batch_transform:
-            context = partial(self._context_of, "batch_transform=", number, row, kept, result)
+            context = partial(self._context_of, "batch_transform=", number, row, rows, result)
             result = called(settings.batch_transform, result, context)
         if settings.mark_repeats:
-            repeats = torch.from_numpy(self._repeats(number, kept))
+            repeats = torch.from_numpy(self._repeats(number, rows))
             checked_dict(result, settings.last_function)[REPEAT] = repeats
         if settings.marks_kept:
-            checked_dict(result, settings.last_function)[KEPT] = torch.from_numpy(kept)
-        return result, len(kept)
+            checked_dict(result, settings.last_function)[KEPT] = torch.from_numpy(rows)
+        return result, len(rows)
 
-    def _repeats(self, number: int, kept: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def _repeats(self, number: int, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which kept samples of a batch (of packed rows: which of all) come a second time."""
         flags = self.plan.repeats[number - self.plan.first_batch]
         if self.plan.segments is None:
-            return flags[kept]
+            return flags[rows]
         batching = self.settings.batching
         assert batching is not None
-        return flags if batching.rows_are_units else np.full(len(kept), flags[0])
+        return flags if batching.rows_are_units else np.full(len(rows), flags[0])
 
     def _transform(
-        self, batch: dict[str, Any], kept: NDArray[np.int64], first: int, skipped: list[SampleError]
+        self, batch: dict[str, Any], rows: NDArray[np.int64], first: int, skipped: list[SampleError]
     ) -> Finishing[tuple[list[Any], NDArray[np.int64]]]:
         """The samples that the transforms made, and which rows of the batch these are."""
         samples, transformed, num_skipped = [], [], len(skipped)
         settings, outputs, transforms = self.settings, self.settings.outputs, self.settings.transforms
-        origins = self.rows.find_all(first + kept)
+        origins = self.rows.find_all(first + rows)
         columns = self.columns
         assert columns is not None
-        given = samples_of(batch, outputs, len(kept))
+        batch_samples = samples_of(batch, outputs, len(rows))
         of_samples = [transforms[window.source_number] for window, _ in origins]
-        together, failure = transformed_together(given, of_samples)
+        together, failure = transformed_together(batch_samples, of_samples)
 
-        def outcome(at: int) -> Outcome:
-            if (row := first + int(kept[at])) in self.made:
+        def outcome(position: int) -> Outcome:
+            if (row := first + int(rows[position])) in self.made:
                 return self.made.pop(row), "", None
-            if at in together:
-                return self._outcome(partial(together.__getitem__, at))
-            return self._one(given, at, *origins[at], row)
+            if position in together:
+                return self._outcome(partial(together.__getitem__, position))
+            return self._one(batch_samples, position, *origins[position], row)
 
         outcomes = SampleOutcomes(
             outcome,
-            len(kept),
+            len(rows),
             is_shared=self.context.shares_batches and not together,
             closing=self.context.closing,
             now=self.context.now,
             num_builders=self.settings.num_builders,
         )
         began_s, note = self.context.now(), None if self.made or settings.gathers else self.context.on_samples
-        for at, (index, (window, row)) in enumerate(zip(kept, origins, strict=True)):
+        for position, (index, (window, row)) in enumerate(zip(rows, origins, strict=True)):
             if self.context.closing.is_set():
                 raise closed_error()
             chunk_row = first + int(index)
-            if outcomes.may_share and (parts := outcomes.parts_from(at)):
+            if outcomes.may_share and (parts := outcomes.parts_from(position)):
                 handed_out_s = self.context.now()
                 yield PartialChunk(parts=parts)
                 self._shared_s += outcomes.shared_s - (self.context.now() - handed_out_s)
-            made, reason, cause = outcomes.take(at)
-            if made is _BAD:
+            sample, reason, cause = outcomes.take(position)
+            if sample is _BAD:
                 self._leave_out(columns.bad[chunk_row], columns.bad[chunk_row].__cause__, skipped)
                 continue
             if not reason and self.plan.lengths is not None:
                 assert settings.batching is not None
-                reason, is_wrong = length_reason(settings.batching, made, self.plan.lengths[chunk_row])
+                reason, is_wrong = length_reason(settings.batching, sample, self.plan.lengths[chunk_row])
                 if is_wrong:  # so may be all that follow: it is not left out
                     raise window.sample_error(row, reason, None, "transform")
             if not reason:
-                if mask := trains_nothing(transforms[window.source_number][0], made):
+                if mask := trains_nothing(transforms[window.source_number][0], sample):
                     columns.remark(chunk_row, mask, UNTRAINED)
-                samples.append(made)
+                samples.append(sample)
                 transformed.append(index)
                 continue
             bad = window.sample_error(row, reason, None, "transform")
@@ -507,51 +507,51 @@ class BatchBuilder:
             raise failure
         decodes_all = note is not None and any(built.decodes for built in self.built)  # so would all others
         if note is not None and samples and self._takes_each and not decodes_all:
-            note(samples[0], (self.context.now() - began_s) / len(kept))
+            note(samples[0], (self.context.now() - began_s) / len(rows))
         return samples, np.array(transformed, np.int64)
 
-    def _one(self, given: BatchSamples, at: int, window: StagedRows, row: int, chunk_row: int) -> Outcome:
+    def _one(self, batch: BatchSamples, index: int, window: StagedRows, row: int, chunk_row: int) -> Outcome:
         """The outcome of the transform of one sample, which is decoded here; `_BAD` if it cannot be.
 
         When this ends nothing is left of the sample but what the result needs.
         """
         assert self.columns is not None
-        sample = given[at]
+        sample = batch[index]
         if chunk_row in self.columns.bad:
             return _BAD, "", None
-        decoded = Ranges.of(given.decoded(sample))
+        decoded = Ranges.of(batch.decoded(sample))
         self.context.heap.made(decoded.nbytes)
-        made, reason, cause = self._outcome(partial(self._apply, sample, window, row, chunk_row))
-        return without_rest(made, decoded, self.columns.slots), reason, cause
+        result, reason, cause = self._outcome(partial(self._apply, sample, window, row, chunk_row))
+        return without_rest(result, decoded, self.columns.slots), reason, cause
 
     def _outcome(self, make: Callable[[], Any]) -> Outcome:
         """Return what a transform returned, why that is none, and what it raised."""
         collate = self.settings.collate
         try:
-            made = make()
-            made, reason = collate.checked(made) if isinstance(collate, GatherSamples) else (made, "")
+            result = make()
+            result, reason = collate.checked(result) if isinstance(collate, GatherSamples) else (result, "")
         except BaseException as error:
             return None, transform_reason(error, [output.name for output in self.settings.outputs]), error
-        return made, reason, None
+        return result, reason, None
 
     def _collate(
-        self, samples: list[Any], kept: NDArray[np.int64], first: int, skipped: list[SampleError]
+        self, samples: list[Any], rows: NDArray[np.int64], first: int, skipped: list[SampleError]
     ) -> tuple[Any, NDArray[np.int64]]:
         """The batch of samples, and which rows are in it: all but those that no batch can hold."""
         while samples:
             try:
-                return collated(samples, self.settings.lists), kept
+                return collated(samples, self.settings.lists), rows
             except Exception as error:
                 misfit = misfit_of(samples, self.settings.outputs, self.settings.lists)
                 if misfit is None:
                     raise
-                bad = self._misfit_error(misfit, first + kept)
+                bad = self._misfit_error(misfit, first + rows)
                 if not misfit.is_bad:
                     raise bad from error
                 self._leave_out(bad, error, skipped)
                 del samples[misfit.at]
-                kept = np.delete(kept, misfit.at)
-        return {}, kept
+                rows = np.delete(rows, misfit.at)
+        return {}, rows
 
     def _misfit_error(self, misfit: Misfit, rows: NDArray[np.int64]) -> SampleError:
         whole = not misfit.column
@@ -572,9 +572,9 @@ class BatchBuilder:
         forget_frames(bad)
         skipped.append(bad)
 
-    def _context_of(self, name: str, number: int, row: int, kept: NDArray[np.int64], argument: Any) -> str:
+    def _context_of(self, name: str, number: int, row: int, rows: NDArray[np.int64], argument: Any) -> str:
         """Return where a function of batches was, and what it was given."""
-        ends = (self.rows.sample_error(row + int(kept[at]), "", None, "collate") for at in (0, -1))
+        ends = (self.rows.sample_error(row + int(rows[index]), "", None, "collate") for index in (0, -1))
         samples = " to ".join(f"{end.key!r} of {end.shard}" for end in ends)
         batch = f"batch {number} of epoch {self.plan.epoch}"
         return f"in {name} of {batch}, samples {samples}; it was given {described(argument)}"

@@ -68,9 +68,9 @@ class BatchChunk:
         batches, middle = self._batches, self.num_batches // 2
         windows = dict(zip((part.window for part in batches.parts), self.needs, strict=True))
 
-        def half(own: BatchIndex) -> BatchChunk:
-            needs = [windows[part.window] for part in own.parts]
-            return BatchChunk(self._context, self._rank_plan, own, needs, copies=self._copies)
+        def half(half_batches: BatchIndex) -> BatchChunk:
+            needs = [windows[part.window] for part in half_batches.parts]
+            return BatchChunk(self._context, self._rank_plan, half_batches, needs, copies=self._copies)
 
         first, last = half(batches.between(0, middle)), half(batches.between(middle, self.num_batches))
         for window in self.closes:
@@ -116,7 +116,7 @@ class BatchChunk:
 
         assert settings.batching is not None
         batches, dtype = map(segments.one, range(self.num_batches)), np.dtype(output.dtype)
-        laid = (batch_bytes(settings.batching, own, output.name, dtype) for own in batches)
+        laid = (batch_bytes(settings.batching, batch, output.name, dtype) for batch in batches)
         return sum(map(rounded_bytes, laid))
 
     def begin(self) -> Sequence[Callable[[], None]]:
@@ -159,11 +159,11 @@ class BatchChunk:
                 for window in self.closes:
                     window.verify()
                 self.reads_windows = False
-            own = sizes[job * copies.batches_per_job : (job + 1) * copies.batches_per_job]
+            counts = sizes[job * copies.batches_per_job : (job + 1) * copies.batches_per_job]
             offsets = copies.offsets[job]
-            values = [view(slot[at:], first, own) for view, at in zip(views, offsets, strict=False)]
+            values = [view(slot[start:], first, counts) for view, start in zip(views, offsets, strict=False)]
             del slot  # the batches have it
-            for size, *column_values in zip(own, *values, strict=True):
+            for size, *column_values in zip(counts, *values, strict=True):
                 batch: dict[str, Any] = dict(zip(names, column_values, strict=True))
                 del column_values
                 if is_planned:
@@ -226,8 +226,8 @@ def _window_parts(
         parts.append(WindowPart(window, rows, part.rows))
     if context.sums is not None and any(part.indices is not None for part in batches.parts):
         pieces = None if segments is None else segments.segments
-        own = [(part.rows, part.chunk_rows, one.samples) for part, one in zip(parts, windows, strict=True)]
-        context.sums.note_rows(epoch, plan.start + batches.first, batches.sizes, own, pieces)
+        row_parts = [(part.rows, part.chunk_rows, w.samples) for part, w in zip(parts, windows, strict=True)]
+        context.sums.note_rows(epoch, plan.start + batches.first, batches.sizes, row_parts, pieces)
     return parts
 
 

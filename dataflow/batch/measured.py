@@ -146,9 +146,9 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
     @property
     def nbytes(self) -> int:
         """The bytes that the samples hold, about."""
-        own = [column for column in self.columns.values() if isinstance(column, Lists)]
+        list_columns = [column for column in self.columns.values() if isinstance(column, Lists)]
         others = [column for column in self.columns.values() if not isinstance(column, Lists)]
-        return sum(lists.values.nbytes for lists in own) + held_bytes(others, Ranges())
+        return sum(lists.values.nbytes for lists in list_columns) + held_bytes(others, Ranges())
 
     def take(self, rows: Ints) -> MeasuredSamples:
         """Return some of the samples, ascending."""
@@ -172,8 +172,8 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
 
     def has(self, positions: Ints) -> NDArray[np.bool_]:
         """Return which of these positions it has the samples of, bool [n]."""
-        at = np.minimum(np.searchsorted(self.positions, positions), max(0, len(self) - 1))
-        return self.positions[at] == positions if len(self) else np.zeros(len(positions), bool)
+        rows = np.minimum(np.searchsorted(self.positions, positions), max(0, len(self) - 1))
+        return self.positions[rows] == positions if len(self) else np.zeros(len(positions), bool)
 
     def among(self, positions: Ints) -> MeasuredSamples:
         """Return the samples of some positions, ascending; some of these may be lacking."""
@@ -206,12 +206,12 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
         `forms` knows the dtype and shape of columns in which none of its samples has an element. `is_last`:
         the samples are in no other batch, which may have their arrays.
         """
-        own = segments.segments
-        rows = np.searchsorted(self.positions, own.position)
+        pieces = segments.segments
+        rows = np.searchsorted(self.positions, pieces.position)
         columns: dict[str, Any] = {}
         for name, column in self.columns.items():
             if isinstance(column, Lists):
-                cut = (own.begin, own.length) if name in batching.columns else ()
+                cut = (pieces.begin, pieces.length) if name in batching.columns else ()
                 columns[name] = forms.given(name, column.ragged(rows, *cut, is_last=is_last))
             else:
                 columns[name] = _of_segments(_taken(column, rows))
@@ -232,13 +232,13 @@ class MadeToMeasure:
 
     def __call__(self, sample: Any, **draws: np.random.Generator) -> Any:
         """Make a sample, given `rng` where the transform takes it."""
-        own = sample if self._transform is None else self._transform(sample, **draws)
-        made, reason = self._gather.checked(own)
+        result = sample if self._transform is None else self._transform(sample, **draws)
+        gathered, reason = self._gather.checked(result)
         if reason:
-            return own
-        lists = {name: np.asarray(made[name])[:0].copy() for name in self._gather.lists}
-        lists |= {name: np.zeros(len(made[name]), np.int8) for name in self._columns}
-        return {**lists, COSTS: [cost_of(made.get(name, _NO_COST)) for name in self._costs]}
+            return result
+        lists = {name: np.asarray(gathered[name])[:0].copy() for name in self._gather.lists}
+        lists |= {name: np.zeros(len(gathered[name]), np.int8) for name in self._columns}
+        return {**lists, COSTS: [cost_of(gathered.get(name, _NO_COST)) for name in self._costs]}
 
 
 class SampleForms:
@@ -267,10 +267,10 @@ class SampleForms:
         for name in gather.lists if len(samples) else ():
             column = samples.columns[name]
             if isinstance(column, Lists):  # all of one form
-                own = [(column.values, np.flatnonzero(column.lengths).tolist() or [0])]
+                arrays = [(column.values, np.flatnonzero(column.lengths).tolist() or [0])]
             else:
-                own = [(value, [row]) for row, value in enumerate(column)]
-            for value, rows in own:
+                arrays = [(value, [row]) for row, value in enumerate(column)]
+            for value, rows in arrays:
                 if (form := form_of(value)) is None:
                     continue
                 if name not in self._known:  # a view would keep all of the batch
@@ -304,8 +304,8 @@ def made_for(
 ) -> MeasuredSamples:
     """Samples that were made for a batch and gathered, and leave the list; `kept`: a segment of each."""
     samples.clear()  # pixels are there once
-    own = {**gathered, KEPT: torch.from_numpy(kept)}
-    return MeasuredSamples.of_batch(own, segments.segments.position)
+    batch = {**gathered, KEPT: torch.from_numpy(kept)}
+    return MeasuredSamples.of_batch(batch, segments.segments.position)
 
 
 def batch_of_made(
@@ -313,10 +313,10 @@ def batch_of_made(
 ) -> tuple[dict[str, Any], Ints]:
     """A batch of samples that were made for it, in any order, and which of its segments are there."""
     positions = segments.segments.position
-    own = samples.take(np.argsort(samples.positions))
-    there: Ints = np.flatnonzero(own.has(positions))
+    ordered = samples.take(np.argsort(samples.positions))
+    there: Ints = np.flatnonzero(ordered.has(positions))
     segments = segments if len(there) == len(positions) else segments.keep(there)
-    return own.batch(batching, segments, forms, is_last=True), there
+    return ordered.batch(batching, segments, forms, is_last=True), there
 
 
 def length_reason(batching: Batching, sample: Mapping[str, Any], planned: Ints) -> tuple[str, bool]:
@@ -327,11 +327,11 @@ def length_reason(batching: Batching, sample: Mapping[str, Any], planned: Ints) 
     lengths, names = [len(sample[name]) for name in batching.columns], batching.cost_columns
     if reason := unlike_columns(batching.columns, lengths):
         return reason, False
-    made = [lengths[0], *(cost_of(sample.get(name, _NO_COST)) for name in names)]
-    for name, own, said in zip((batching.column, *names), made, planned.tolist(), strict=True):
-        if own != said:
-            is_wrong = own != _NO_COST
-            return unlike_planned(name, own, said) if is_wrong else cost_reason(batching, name, own), is_wrong
+    counts = [lengths[0], *(cost_of(sample.get(name, _NO_COST)) for name in names)]
+    for name, num, said in zip((batching.column, *names), counts, planned.tolist(), strict=True):
+        if num != said:
+            is_wrong = num != _NO_COST
+            return unlike_planned(name, num, said) if is_wrong else cost_reason(batching, name, num), is_wrong
     return cut_reason(batching, lengths[0], sample), False
 
 

@@ -47,7 +47,7 @@ class RandomAccess:
             return []
         columns, batch = self._build(dataset, numbers)
         rows = samples_of(batch, dataset.outputs, len(numbers))
-        values = [rows[at] for at in range(len(numbers))]
+        values = [rows[index] for index in range(len(numbers))]
         if dataset.transform is None:
             return values
         return transformed(values, columns, dataset.transform, wants_rng=dataset.transform_wants_rng)
@@ -144,9 +144,9 @@ def transformed(
     names, origins = [*samples[0]], columns.rows.find_all(np.arange(len(samples)))
     together, failure = transformed_together(samples, [(transform, wants_rng)] * len(samples))
     if failure is None and len(together) == len(samples):
-        return [together[at] for at in range(len(samples))]
+        return [together[index] for index in range(len(samples))]
 
-    def one(sample: dict[str, Any], window: StagedRows, row: int) -> S:
+    def apply(sample: dict[str, Any], window: StagedRows, row: int) -> S:
         try:
             if wants_rng:
                 return transform(sample, rng=columns.randomness.generator(window, row))
@@ -157,7 +157,7 @@ def transformed(
             reason = transform_reason(error, names)
             raise window.sample_error(row, reason, None, stage="transform") from error
 
-    made = [one(sample, *origin) for sample, origin in zip(samples, origins, strict=True)]
+    results = [apply(sample, *origin) for sample, origin in zip(samples, origins, strict=True)]
     if failure is not None:
         raise as_exception(failure)
-    return made
+    return results

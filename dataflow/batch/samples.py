@@ -39,8 +39,8 @@ class OnDemand(Struct, frozen=True, eq=False):
     """Row of the chunk -> its value."""
     rows: Sequence[int]
 
-    def __getitem__(self, at: int) -> Any:
-        return self.decode(self.rows[at])
+    def __getitem__(self, index: int) -> Any:
+        return self.decode(self.rows[index])
 
 
 class BatchSamples(Struct, frozen=True, eq=False):
@@ -49,8 +49,8 @@ class BatchSamples(Struct, frozen=True, eq=False):
     columns: Mapping[str, Any]
     """Column -> a value a sample."""
 
-    def __getitem__(self, at: int) -> dict[str, Any]:
-        return {name: values[at] for name, values in self.columns.items()}
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: values[index] for name, values in self.columns.items()}
 
     def decoded(self, sample: Mapping[str, Any]) -> list[Any]:
         """Return what was decoded for one sample alone."""
@@ -92,8 +92,8 @@ def collated(samples: Sequence[Any], lists: Set[str] = frozenset()) -> Any:
     rest, columns = _without_lists(samples, lists)
     if not columns:
         return default_collate(list(samples))
-    if odd := _odd_list(columns):
-        raise ValueError(f"column {odd.column!r} has {odd.what}, and {odd.other}")
+    if misfit := _odd_list(columns):
+        raise ValueError(f"column {misfit.column!r} has {misfit.what}, and {misfit.other}")
     return {**default_collate(rest), **{name: Ragged.of_rows(rows) for name, rows in columns.items()}}
 
 
@@ -122,10 +122,10 @@ def _odd_list(columns: Mapping[str, Sequence[Tensor]]) -> Misfit | None:
     """The first value whose dtype or trailing shape is another than that of the values before it."""
     for name, rows in columns.items():
         forms = [*map(form_of, rows)]
-        first = next((at for at, form in enumerate(forms) if form), 0)
-        for at, form in enumerate(forms):
+        first = next((index for index, form in enumerate(forms) if form), 0)
+        for index, form in enumerate(forms):
             if form and form != forms[first]:
-                return _unlike(at, name, rows[at], rows[first], ONE_FORM, beside=first)
+                return _unlike(index, name, rows[index], rows[first], ONE_FORM, beside=first)
     return None
 
 
@@ -230,7 +230,7 @@ def ragged(arrays: Sequence[NDArray[Any] | LateArray], allocate: Allocate | None
         return [*map(np.asarray, arrays)]
     filled = filled or shaped[:1] or [np.empty(0, np.int64)]
     offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
-    shape, dtype = (int(offsets[-1]), *filled[0].shape[1:]), np.result_type(*{one.dtype for one in filled})
+    shape, dtype = (int(offsets[-1]), *filled[0].shape[1:]), np.result_type(*{a.dtype for a in filled})
     nbytes = int(np.prod(shape)) * dtype.itemsize
     memory = allocate(nbytes) if allocate and nbytes >= _OWN_MEMORY else np.empty(nbytes, np.uint8)
     out = memory.view(dtype).reshape(shape)
@@ -286,7 +286,7 @@ def without_rest(value: Any, decoded: Ranges, slots: Ranges, depth: int = _DEEPE
         return value
     parts = [*value.values()] if kind is dict else value
     new = [without_rest(part, decoded, slots, depth - 1) for part in parts]
-    if all(one is other for one, other in zip(new, parts, strict=True)):
+    if all(result is other for result, other in zip(new, parts, strict=True)):
         return value
     return dict(zip(value, new, strict=True)) if kind is dict else kind(new)
 
@@ -348,41 +348,41 @@ def misfit_of(
 ) -> Misfit | None:
     """Find who is at odds with the first sample, with torch's own function as the oracle; None: nobody."""
     samples, columns = _without_lists(samples, lists)
-    if odd := _odd_list(columns):
-        return odd
+    if misfit := _odd_list(columns):
+        return misfit
     cures = {
         output.name: f"decode={{{output.name!r}: {output.one_shape_cure}, or {_ONE_SHAPE}"
         for output in outputs
         if output.one_shape_cure
     }
-    for at, sample in enumerate(samples):
+    for index, sample in enumerate(samples):
         if _is_too_deep(sample):
             what, cure = f"what holds itself, or is nested over {_TOO_DEEP} deep", "return plain values"
-            return Misfit(at=at, column="", what=what, cure=f"{cure}, {LEAVE_OUT}")
+            return Misfit(at=index, column="", what=what, cure=f"{cure}, {LEAVE_OUT}")
     if not _objection(samples):
         return None
     are_dicts = [isinstance(sample, Mapping) for sample in samples]
     if None not in samples and any(are_dicts) and not all(are_dicts):
-        at, dict_at = are_dicts.index(False), are_dicts.index(True)
-        return _unlike(at, "", samples[at], samples[dict_at], _ONE_TYPE, beside=dict_at, is_bad=True)
+        index, dict_at = are_dicts.index(False), are_dicts.index(True)
+        return _unlike(index, "", samples[index], samples[dict_at], _ONE_TYPE, beside=dict_at, is_bad=True)
     return _misfit(samples, "", cures)
 
 
 def _misfit(values: Sequence[Any], column: str, cures: Mapping[str, str]) -> Misfit | None:
     first = values[0]
-    for at, value in enumerate(values):
+    for index, value in enumerate(values):
         if value is None:
             cure = f"return {'a value' if column else 'the sample'}, {LEAVE_OUT}"
-            return Misfit(at=at, column=column, what="None", cure=cure)
+            return Misfit(at=index, column=column, what="None", cure=cure)
     if isinstance(first, Mapping | list | tuple):
         return _inner_misfit(values, column, cures)
-    for at, value in enumerate(values):
+    for index, value in enumerate(values):
         if why := _objection([value]):
-            return Misfit(at=at, column=column, what=described(value), cure=f"{why}; {LEAVE_OUT}")
+            return Misfit(at=index, column=column, what=described(value), cure=f"{why}; {LEAVE_OUT}")
         if _objection([first, value]):
             same = isinstance(value, type(first))
             cure = cures.get(column, _ONE_SHAPE) if same else _ONE_TYPE
-            return _unlike(at, column, value, first, cure)
+            return _unlike(index, column, value, first, cure)
     return None
 
 
@@ -390,18 +390,18 @@ def _inner_misfit(values: Sequence[Any], column: str, cures: Mapping[str, str]) 
     """Return how two dicts, lists or tuples differ inside."""
     first = values[0]
     kind = Mapping if isinstance(first, Mapping) else (list, tuple)
-    for at, value in enumerate(values):
+    for index, value in enumerate(values):
         cure = _ONE_SHAPE if isinstance(value, kind) else _ONE_TYPE
         if not isinstance(value, kind) or (kind is not Mapping and len(value) != len(first)):
-            return _unlike(at, column, value, first, cure)
+            return _unlike(index, column, value, first, cure)
     for key in first if isinstance(first, Mapping) else range(len(first)):
         name = f"{column}[{key}]" if isinstance(key, int) else f"{column}.{key}" if column else str(key)
-        for at, value in enumerate(values):
+        for index, value in enumerate(values):
             if isinstance(value, Mapping) and key not in value:
                 cure = "return the same columns for every sample" + f", {LEAVE_OUT}" * (not column)
                 other = described(first[key])
                 return Misfit(
-                    at=at, column=name, what="missing", cure=cure, beside=0, other=other, is_bad=not column
+                    at=index, column=name, what="missing", cure=cure, beside=0, other=other, is_bad=not column
                 )
         inner = [value[key] for value in values]
         if _objection(inner):
@@ -418,11 +418,11 @@ def _is_too_deep(value: Any, depth: int = 0) -> bool:
 
 
 def _unlike(
-    at: int, column: str, value: Any, other: Any, cure: str, *, beside: int = 0, is_bad: bool = False
+    index: int, column: str, value: Any, other: Any, cure: str, *, beside: int = 0, is_bad: bool = False
 ) -> Misfit:
     """Return what does not fit another sample's."""
     what, than = described(value), described(other)
-    return Misfit(at=at, column=column, what=what, cure=cure, beside=beside, other=than, is_bad=is_bad)
+    return Misfit(at=index, column=column, what=what, cure=cure, beside=beside, other=than, is_bad=is_bad)
 
 
 def _objection(values: Sequence[Any]) -> str:

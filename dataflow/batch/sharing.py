@@ -75,7 +75,7 @@ class SampleOutcomes:
         self._num_builders, self._began_thread_s = num_builders, time.thread_time() if is_shared else 0.0
         self._make, self._num_samples, self._closing, self._now = make, num_samples, closing, now
         self.may_share, self._began_s = is_shared, now()
-        self._made: dict[int, Outcome] = {}
+        self._outcomes: dict[int, Outcome] = {}
         self._seconds: list[float] = []
 
     def parts_from(self, at: int) -> list[Task]:
@@ -91,7 +91,7 @@ class SampleOutcomes:
 
     def take(self, at: int) -> Outcome:
         """Return the outcome of a sample, which nobody keeps here."""
-        return self._made.pop(at) if at in self._made else self._make(at)
+        return self._outcomes.pop(at) if at in self._outcomes else self._make(at)
 
     @property
     def shared_s(self) -> float:
@@ -100,10 +100,10 @@ class SampleOutcomes:
 
     def _run(self, rows: range) -> None:
         began_s = self._now()
-        for at in rows:
+        for row in rows:
             if self._closing.is_set():
                 break
-            self._made[at] = self._make(at)
+            self._outcomes[row] = self._make(row)
         self._seconds.append(self._now() - began_s)
 
 

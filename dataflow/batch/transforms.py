@@ -66,8 +66,8 @@ class BatchTransform(Protocol):
 def own_form(transform: object, name: str) -> Callable[..., Any] | None:
     """A method that stands for the transform's call; None: it has none, or a class below has another call."""
     kinds = [getattr(transform, "__dict__", {}), *map(vars, type(transform).__mro__)]
-    own = next((kind for kind in kinds if name in kind or "__call__" in kind), {})
-    return getattr(transform, name) if callable(own.get(name)) else None
+    nearest = next((kind for kind in kinds if name in kind or "__call__" in kind), {})
+    return getattr(transform, name) if callable(nearest.get(name)) else None
 
 
 def lists_of(transform: object) -> tuple[str, ...]:
@@ -162,24 +162,24 @@ def transformed_together(
         By row, what became of the samples whose transform has a batch form that did not fail; and the first
         failure. What is not there is to be transformed one by one.
     """
-    made: dict[int, Any] = {}
+    outcomes: dict[int, Any] = {}
     failure: BaseException | None = None
-    own = [id(transform) for transform, _ in transforms]
-    for number, (transform, wants_rng) in dict(zip(own, transforms, strict=True)).items():
+    ids = [id(transform) for transform, _ in transforms]
+    for number, (transform, wants_rng) in dict(zip(ids, transforms, strict=True)).items():
         form = own_form(transform, "batch")
         if form is None or wants_rng:
             continue
-        rows = [at for at, other in enumerate(own) if other == number]
+        rows = [row for row, other in enumerate(ids) if other == number]
         try:
-            results = form([samples[at] for at in rows])
+            results = form([samples[row] for row in rows])
             if len(results) != len(rows):
                 raise TypeError(f"the batch form returned {len(results)} samples for {len(rows)}")
-            made.update(zip(rows, results, strict=True))
+            outcomes.update(zip(rows, results, strict=True))
         except BaseException as error:
             if must_go_on(error):
                 raise
             failure = failure or error
-    return made, failure
+    return outcomes, failure
 
 
 def called(function: BatchFn, argument: Any, context: Callable[[], str]) -> Any:

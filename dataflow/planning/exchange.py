@@ -77,7 +77,7 @@ class LengthExchange:
 
     def samples(self, for_makers: Sequence[MeasuredSamples]) -> list[MeasuredSamples]:
         """Give each maker what is for it; what all have for this one."""
-        own = for_makers[self.producer]
+        local_samples = for_makers[self.producer]
         parcels = [b""] * self.num_producers
         for rank, samples in zip(self._ranks, for_makers, strict=True):
             if rank != self._rank and len(samples):
@@ -92,11 +92,11 @@ class LengthExchange:
             dist.all_to_all_single(received, sent, sizes_in, sizes, group=self._group)
         parts = [part.numpy() for part in received.split(sizes_in)]
         # What other ranks of this job have pickled: nothing here was read from a dataset as it is.
-        return [own, *(pickle.loads(part.data) for part in parts if len(part))]
+        return [local_samples, *(pickle.loads(part.data) for part in parts if len(part))]
 
-    def _gathered(self, own: Any) -> list[Any]:
-        every = [own] * dist.get_world_size()
-        dist.all_gather_object(every, own, self._group)
+    def _gathered(self, message: Any) -> list[Any]:
+        every = [message] * dist.get_world_size()
+        dist.all_gather_object(every, message, self._group)
         return every
 
 

@@ -191,14 +191,12 @@ def make_planner(
     sources = dataset.sources
     parts, names = None, (batching.column, *batching.cost_columns)
     if batching.lengths is not None or not measured:
-        if measured and (unknown := [name for name in names if batching.told.get(name) is None]):
-            raise ValueError(
-                f"lengths= does not tell of {unknown[0]!r}: pass one for each of {listed(names)}"
-            )
+        if measured and (absent := [name for name in names if batching.told.get(name) is None]):
+            raise ValueError(f"lengths= does not tell of {absent[0]!r}: pass one for each of {listed(names)}")
         asked = [_lengths_asked(batching.told.get(name), dataset) for name in names]
         parts, *costs = (
-            [_source_lengths(batching, *one, name) for one in zip(sources, own, strict=True)]
-            for name, own in zip(names, asked, strict=True)
+            [_source_lengths(batching, *pair, name) for pair in zip(sources, asked_lengths, strict=True)]
+            for name, asked_lengths in zip(names, asked, strict=True)
         )
     shares: Sequence[Fraction] = [Fraction(1)]
     if isinstance(dataset, Mixture):
@@ -209,16 +207,12 @@ def make_planner(
     each = sum(
         share * max(1, int(n)) / max(1, len(s)) for share, n, s in zip(shares, held, sources, strict=True)
     )
-    num_in_token, most, lengths, mean = (
-        sum(map(len, _used(dataset))),
-        DEFAULT_PACKING_WINDOW_SAMPLES,
-        None,
-        None,
-    )
+    num_in_token, most = sum(map(len, _used(dataset))), DEFAULT_PACKING_WINDOW_SAMPLES
+    lengths, mean = None, None
     if parts is not None:
         lengths = parts[0] if len(parts) == 1 else np.concatenate(parts)
         means = (float(part.mean()) if len(part) else 0.0 for part in parts)
-        mean = sum(float(share) * own for share, own in zip(shares, means, strict=True))
+        mean = sum(float(share) * source_mean for share, source_mean in zip(shares, means, strict=True))
         most = max(most, batching.least_samples(lengths[:num_in_token]))
         lengths = np.column_stack([lengths, *map(np.concatenate, costs)]) if costs else lengths
     if measured and not tells_lengths(dataset):
@@ -240,8 +234,8 @@ def _used(dataset: ShardedDataset | Mixture) -> Sequence[ShardedDataset]:
 
 def _lengths_key(batching: Batching, dataset: ShardedDataset | Mixture) -> str:
     """Return what names the lengths that transforms make; "" where nothing does."""
-    made = [source.transform for source in _used(dataset) if source.transform is not None]
-    marks = [*dict.fromkeys(map(fingerprint_of, made))]
+    transforms = [source.transform for source in _used(dataset) if source.transform is not None]
+    marks = [*dict.fromkeys(map(fingerprint_of, transforms))]
     if batching.lengths_key or not (marks and all(marks)):
         return batching.lengths_key
     # A state of many sources has no room for all.
@@ -270,7 +264,7 @@ class SampleLengths:
 
     def __init__(self, settings: StreamSettings, dataset: ShardedDataset | Mixture) -> None:
         self._timeout_s, self._dataset, self._batching = settings.timeout_s, dataset, settings.batching
-        self._kept = kept_lengths(settings, dataset)
+        self._known_lengths = kept_lengths(settings, dataset)
         is_open = settings.batching is not None and settings.batching.lengths is None
         if is_open and not tells_lengths(dataset) and any(measure_of(s.transform) for s in dataset.sources):
             _log.warning(
@@ -283,11 +277,11 @@ class SampleLengths:
     @property
     def are_known(self) -> bool:
         """Return whether those of all samples are kept."""
-        return self._kept is not None and self._kept.is_complete
+        return self._known_lengths is not None and self._known_lengths.is_complete
 
     def join_ranks(self, planner: UnitPlanner, topology: Topology, shard_index: int) -> UnitPlanner:
         """Join the other ranks, once; the planner that knows what all of them know. A collective."""
-        ranks, kept = topology.world_size, self._kept
+        ranks, known_lengths = topology.world_size, self._known_lengths
         if self.exchange is None and ranks > 1 and dist.is_available() and dist.is_initialized():
             if dist.get_world_size() != ranks:
                 raise ValueError(
@@ -295,24 +289,24 @@ class SampleLengths:
                     "lengths that are measured on the way are exchanged among all of them"
                 )
             self.exchange = LengthExchange(shard_index, self._timeout_s)
-            if not self.exchange.agreed(kept.digest if kept else "") and kept:
-                kept.forget()  # as on the ranks of a machine that has not seen these samples
+            if not self.exchange.agreed(known_lengths.digest if known_lengths else "") and known_lengths:
+                known_lengths.forget()  # as on the ranks of a machine that has not seen these samples
                 planner = planner.with_lengths(None)
         return self._with_lengths(planner)
 
     def record(self, planner: UnitPlanner, order: EpochOrder, first: int, lengths: Ints) -> UnitPlanner:
         """Keep the lengths of samples from a position of an order on; the planner that knows them, too."""
-        if self._kept is not None:
-            self._kept.note(order.samples(np.arange(first, first + len(lengths))), lengths)
+        if self._known_lengths is not None:
+            self._known_lengths.note(order.samples(np.arange(first, first + len(lengths))), lengths)
         return self._with_lengths(planner)
 
     def _with_lengths(self, planner: UnitPlanner) -> UnitPlanner:
-        kept = self._kept
-        if kept is None or not kept.is_complete or planner.lengths is not None:
+        known_lengths = self._known_lengths
+        if known_lengths is None or not known_lengths.is_complete or planner.lengths is not None:
             return planner
-        if (kept.lengths > planner.batching.most).any():
+        if (known_lengths.lengths > planner.batching.most).any():
             return planner  # such samples are named, or left out, when they are made
-        return planner.with_lengths(kept.lengths)
+        return planner.with_lengths(known_lengths.lengths)
 
     def measured(self, measure: Callable[[ShardedDataset], SampleLengths]) -> NDArray[np.int32]:
         """The lengths of all samples, before the first batch: shares of tokens begin with them.
@@ -320,7 +314,7 @@ class SampleLengths:
         `measure` makes all samples of a source. Raises `ValueError` where nothing would tell the lengths from
         others, and where some samples have none.
         """
-        if self._kept is None:
+        if self._known_lengths is None:
             raise ValueError(
                 'shares="tokens" needs the lengths of all samples before the first one is delivered; what '
                 "transform= makes is measured once and kept, under its fingerprint or lengths_key= of "
@@ -339,19 +333,19 @@ class SampleLengths:
                     f"samples of {source!r} were left out, so they have no length: by tokens, a mixture "
                     "takes sources whose samples can all be made"
                 )
-            assert lengths._kept is not None
-            known.append(lengths._kept.lengths)
+            assert lengths._known_lengths is not None
+            known.append(lengths._known_lengths.lengths)
         return np.concatenate(known)
 
     def save(self, topology: Topology, *, if_much: bool = False) -> None:
         """Write what is new, on one rank of each machine; `if_much`: not every few samples."""
-        if self._kept is not None and topology.local_rank == 0:
-            (self._kept.save_much if if_much else self._kept.save)()
+        if self._known_lengths is not None and topology.local_rank == 0:
+            (self._known_lengths.save_much if if_much else self._known_lengths.save)()
 
 
 def _lengths_file(batching: Batching, source: ShardedDataset, column: str) -> LengthsFile:
     """Return where the lengths of a source's samples are kept, those of one column."""
-    outputs = [f"{one.name} {one.sources} {one.description()}" for one in source.outputs]
+    outputs = [f"{output.name} {output.sources} {output.description()}" for output in source.outputs]
     return LengthsFile(
         num_samples=len(source),
         catalog=source.catalog.fingerprint(),
@@ -396,8 +390,8 @@ def _source_lengths(
         lengths = resolve_lengths(asked, of.catalog, stored, read, map=pool.map)
     if join is not None or not dataset.selection.is_whole:
         # `lengths` are of all samples; a plan wants those of the view.
-        at, row = dataset.selection.locate(np.arange(len(dataset)))
-        samples = dataset.catalog.blocks.first_sample[at] + row
+        numbers, row = dataset.selection.locate(np.arange(len(dataset)))
+        samples = dataset.catalog.blocks.first_sample[numbers] + row
         lengths = lengths[samples if join is None else join.matches.of(samples)]
     if column != batching.column:
         lengths = np.where(lengths < 0, 0, lengths)  # a missing one costs nothing
@@ -426,27 +420,25 @@ def _with_missing(
     raise error_of_sample(dataset, np.flatnonzero(lengths < 0)[:1], reason, stage="plan")
 
 
-def _check_fit(
-    lengths: NDArray[np.integer], batching: Batching, stored: str, dataset: ShardedDataset
-) -> None:
+def _check_fit(lengths: NDArray[np.integer], batching: Batching, name: str, dataset: ShardedDataset) -> None:
     """Raise `SampleError` for the first sample that fits no row or batch, where that is an error."""
     most = batching.longest
     if most is None or not (lengths > most).any():
         return
-    at = np.flatnonzero(lengths > most)[:1]
+    sample = np.flatnonzero(lengths > most)[:1]
     if batching.refused_beyond is None:
         outputs = (output for output in dataset.outputs if output.name in batching.whole)
         arrays = [output.name for output in outputs if len(getattr(output, "shape", ())) > 1]
         if arrays and dataset.transform is None:
-            reason = f"column {stored!r} has {lengths[at[0]]:,} elements; {not_cut(batching, arrays[0])}"
-            raise error_of_sample(dataset, at, reason, stage="plan")
+            reason = f"column {name!r} has {lengths[sample[0]]:,} elements; {not_cut(batching, arrays[0])}"
+            raise error_of_sample(dataset, sample, reason, stage="plan")
         return
     reason = (
-        f"column {stored!r} has {lengths[at[0]]:,} elements, more than the {most:,} that "
+        f"column {name!r} has {lengths[sample[0]]:,} elements, more than the {most:,} that "
         f"{type(batching).__name__} takes, as have {np.count_nonzero(lengths > most):,} samples in all; cut "
         "them by overlong=, or leave them out (dataset.filter, dataset.subset)"
     )
-    raise error_of_sample(dataset, at, reason, stage="plan")
+    raise error_of_sample(dataset, sample, reason, stage="plan")
 
 
 def optional(batching: Batching) -> dict[str, NDArray[Any]]:
@@ -454,8 +446,8 @@ def optional(batching: Batching) -> dict[str, NDArray[Any]]:
 
     Raises `ValueError` for what `whole=` does not take.
     """
-    given = batching.whole.items() if isinstance(batching.whole, Mapping) else ()
-    for name, rule in given:
+    entries = batching.whole.items() if isinstance(batching.whole, Mapping) else ()
+    for name, rule in entries:
         plain = isinstance(rule, Optional) and rule.rule == "auto" and not rule.mask
         plain = plain and (rule.default is None or np.ndim(rule.default) > 0)
         if not plain and not (isinstance(rule, str) and rule == "auto"):
@@ -464,8 +456,8 @@ def optional(batching: Batching) -> dict[str, NDArray[Any]]:
                 f"of a column that every sample has, got {rule!r}"
             )
     empty = np.empty(0, np.int64)
-    rules = {name: rule for name, rule in given if isinstance(rule, Optional)}
-    return {name: empty if one.default is None else np.asarray(one.default) for name, one in rules.items()}
+    rules = {name: rule for name, rule in entries if isinstance(rule, Optional)}
+    return {name: empty if rule.default is None else np.asarray(rule.default) for name, rule in rules.items()}
 
 
 def gather_of(batching: Batching) -> GatherSamples:
@@ -482,7 +474,7 @@ def lengths_alone(transform: Any, batching: Batching) -> Callable[..., Any]:
 
 def error_of_sample(dataset: ShardedDataset, sample: Ints, reason: str, *, stage: str) -> SampleError:
     """An error that names a sample, [1], by what the index tells."""
-    number, row = (int(at[0]) for at in dataset.selection.locate(sample))
+    number, row = (int(values[0]) for values in dataset.selection.locate(sample))
     block = dataset.catalog.block(number)
     offsets = dataset.source().format.sample_offsets(block, None)
     offset = None if offsets is None else int(offsets[row])

@@ -86,8 +86,8 @@ class StreamPlan:
 
     def as_kind(self, kind: type[KindT], **other: Any) -> KindT:
         """The same plan as one of another class, with other values of some fields."""
-        own = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
-        return kind(**{**own, **other})
+        values = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.init}
+        return kind(**{**values, **other})
 
     def on_rank(self, topology: Topology, tail: Tail) -> StreamPlan:
         """The same plan for a rank, and for what becomes of the last, incomplete global batch."""
@@ -170,8 +170,8 @@ class StreamPlan:
 
     def windows_of(self, epoch: int) -> EpochOrder:
         """The order of an epoch. Both the loop and what reads ahead ask for it, one after the other."""
-        if (kept := self._orders.get(epoch)) is not None:
-            return kept
+        if (order := self._orders.get(epoch)) is not None:
+            return order
         if isinstance(self.dataset, Mixture) and self.token_epochs is not None:
             turns = self.token_epochs.epoch(epoch)
             return self.dataset.windows(epoch, self.shuffle, seed=self.seed, interleaving=turns)
@@ -205,10 +205,8 @@ class StreamPlan:
         number, weights = of.weights_set
         change, since = position, None
         if planner is not None:
-            start, change = (
-                planner.packing_window_start(order, position),
-                planner.change_after(order, position),
-            )
+            start = planner.packing_window_start(order, position)
+            change = planner.change_after(order, position)
             since, planner = start.position, planner.changed(start)
         if self.epoch(epoch, position).num_global_batches == 0:
             change = order.num_samples
@@ -233,18 +231,18 @@ class StreamPlan:
             # The commit, behind "@", is for messages only.
             fingerprint=f"{of.fingerprint()}@{of.commit}" if of.commit else of.fingerprint(),
             batching=self.mark(epoch, position),
-            sources=self._given(epoch, position, told=SOURCES in data),
+            sources=self._given(epoch, position, tells_sources=SOURCES in data),
             weights=weights,
             data=data,
             passed=self.passed or None,
         )
 
-    def _given(self, epoch: int, position: int, *, told: bool) -> list[int] | None:
-        """The numbers that each source gave before an epoch, for a state; `told`: it tells of sources."""
+    def _given(self, epoch: int, position: int, *, tells_sources: bool) -> list[int] | None:
+        """The numbers that each source gave before an epoch; `tells_sources`: the state tells of sources."""
         if self.token_epochs:
             return list(self.token_epochs.first(epoch))
         mixture = self.dataset
-        if not isinstance(mixture, Mixture) or not (mixture.spec.begun or (told and not position)):
+        if not isinstance(mixture, Mixture) or not (mixture.spec.begun or (tells_sources and not position)):
             return None
         return [int(count) for count in mixture.spec.first(epoch)]
 
@@ -286,7 +284,7 @@ class StreamPlan:
                 weights_taken=_num_weights_set(of),
                 passed=(),
             )
-            if gone := [one[3:] for one in state.passed or () if one.epoch >= state.epoch]:
+            if gone := [passed[3:] for passed in state.passed or () if passed.epoch >= state.epoch]:
                 steps = ", ".join(f"{first:,} to {end - 1:,}" for first, end in gone)
                 warnings.warn(
                     f"{difference}: steps {steps} are not passed over: positions mean others here",
@@ -359,9 +357,9 @@ class StreamPlan:
 
     def dealt(self, order: EpochOrder, **dealing: Unpack[Dealing]) -> RankPlan:
         """The plan of an epoch with this order, as any rank of any world has it."""
-        own: dict[str, Any] = {**dealing}
-        start = own.pop("start", 0)
-        other = replace(self, **own)
+        changes: dict[str, Any] = {**dealing}
+        start = changes.pop("start", 0)
+        other = replace(self, **changes)
         other._orders[order.epoch] = order
         return other.epoch(order.epoch, start)
 
@@ -369,16 +367,16 @@ class StreamPlan:
         """The numbers of the samples at some positions, as windows have them (`RowNumbers`)."""
         samples, sources = order.samples(positions), self.dataset.sources
         ends = np.cumsum([len(source) for source in sources])
-        own, numbers = np.searchsorted(ends, samples, side="right"), np.empty_like(samples)
-        for which in np.unique(own).tolist():
-            at, source = np.flatnonzero(own == which), sources[which]
-            blocks, rows = source.selection.locate(samples[at] - (int(ends[which]) - len(source)))
-            numbers[at] = (which << SOURCE_SHIFT) + source.catalog.blocks.first_sample[blocks] + rows
+        source_numbers, numbers = np.searchsorted(ends, samples, side="right"), np.empty_like(samples)
+        for which in np.unique(source_numbers).tolist():
+            indices, source = np.flatnonzero(source_numbers == which), sources[which]
+            blocks, rows = source.selection.locate(samples[indices] - (int(ends[which]) - len(source)))
+            numbers[indices] = (which << SOURCE_SHIFT) + source.catalog.blocks.first_sample[blocks] + rows
         return numbers
 
     def without_passed(self, plan: PlanT) -> PlanT:
         """The plan of an epoch without what is passed over of it."""
-        ranges = [one for one in self.passed if one.epoch == plan.order.epoch]
+        ranges = [passed for passed in self.passed if passed.epoch == plan.order.epoch]
         return plan.passing_over(partial(resolve_name(PASSING), ranges=ranges)) if ranges else plan
 
 
@@ -456,10 +454,10 @@ def _num_weights_set(dataset: ShardedDataset | Mixture) -> int:
 def _differing_data(state: PlanState, of: ShardedDataset | Mixture, here: Facts) -> Difference:
     """Return why a state is of other samples."""
     content, _, commit = state.fingerprint.partition("@")
-    (samples, _, there), (samples_here, _, own) = content.partition("~"), of.fingerprint().partition("~")
+    (samples, _, there), (samples_here, _, ours) = content.partition("~"), of.fingerprint().partition("~")
     if samples == samples_here:
         marks = (
-            f"a transform= (or tokenizer's file) of fingerprint {mark or 'none'}" for mark in (there, own)
+            f"a transform= (or tokenizer's file) of fingerprint {mark or 'none'}" for mark in (there, ours)
         )
         return Difference(next(marks), next(marks), "the transform= that it had")
     if commit and of.commit and commit != of.commit:
@@ -488,7 +486,7 @@ def _anew(state: PlanState, of: ShardedDataset | Mixture, *, is_same: bool) -> S
         return of
     here = sources_of(of)
     there = here if is_same else ((state.data or {}).get(SOURCES) or "").split()
-    given, weights = state.sources or (), state.weights
+    counts, weights = state.sources or (), state.weights
     return of.with_spec(
-        succeeding(of.spec, state.epoch, given=given, there=there, here=here, weights=weights)
+        succeeding(of.spec, state.epoch, given=counts, there=there, here=here, weights=weights)
     )

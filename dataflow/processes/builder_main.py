@@ -188,8 +188,8 @@ class BuildTask:
         self.chunk, self._resumed_s = request.task, self._context.now()
         try:
             if request.kind == WorkerMessage.PART:
-                made = self._parts.make(*request.content)
-                self._loop.respond(WorkerResult.PART, self.chunk, made._replace(cpu_s=self._spent()[1]))
+                part = self._parts.make(*request.content)
+                self._loop.respond(WorkerResult.PART, self.chunk, part._replace(cpu_s=self._spent()[1]))
                 return
             if request.kind == WorkerMessage.TASK:
                 self._builds[self.chunk] = self._begin(*request.content)
@@ -215,13 +215,13 @@ class BuildTask:
             error.add_note(note)
         return bool(is_left_out)
 
-    def _begin(self, chunk: Any, num_skipped: int, made: Any, *where: Any) -> _Build:
+    def _begin(self, chunk: Any, num_skipped: int, places: Any, *where: Any) -> _Build:
         self._parts.forget()
         rows = self._inputs.rows(self.chunk, self._error_of, chunk, *where)
         builder = BatchBuilder(self._context, chunk.plan, rows)
         for decode in builder.begin():
             decode()
-        builder.made = self._inputs.samples(made) if made else {}
+        builder.made = self._inputs.samples(places) if places else {}
         return _Build(builder.finish(), len(chunk.plan.sizes) - num_skipped, num_skipped)
 
     def _note_samples(self, sample: Any, sample_s: float) -> None:
@@ -293,11 +293,11 @@ def _standing_at(frame: FrameType | None) -> str:
 
     Which sample that is the training process knows.
     """
-    context, at, task = context_of(frame), row_at(frame), frame
+    context, position, task = context_of(frame), row_at(frame), frame
     while task is not None and task.f_code is not BuildTask.serve.__code__:
         task = task.f_back
     chunk = -1 if task is None else task.f_locals["self"].chunk
-    return json.dumps([context, chunk, -1 if at is None else at[1]])
+    return json.dumps([context, chunk, -1 if position is None else position[1]])
 
 
 class _SharedInputs:

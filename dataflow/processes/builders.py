@@ -56,9 +56,9 @@ class _ProcessBuild(RemoteBuild):
     serialized: SerializedChunk | None = None
     memory: NDArray[np.uint8] | None = None
     """Its values, from when it is serialized until it ends."""
-    kept: list[NDArray[np.uint8]] = field(default_factory=list)
+    leases: list[NDArray[np.uint8]] = field(default_factory=list)
     """Memory that processes may still read: values, and samples that were made."""
-    made: list[tuple[int, int, tuple[int, int, int]]] = field(default_factory=list)
+    places: list[tuple[int, int, tuple[int, int, int]]] = field(default_factory=list)
     """The place of samples that were made: offset, bytes, layout."""
     num_parts: int = 0
     """Parts that are not made."""
@@ -145,8 +145,8 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         )
         self.file = self._processes.file
         try:
-            own, limit_bytes = self.file.region_offset(num_builders), settings.limit_bytes // _INPUTS_IN_LIMIT
-            self._region = Region(self.file.fd, own, self.file.region_bytes, limit_bytes)
+            offset, limit = self.file.region_offset(num_builders), settings.limit_bytes // _INPUTS_IN_LIMIT
+            self._region = Region(self.file.fd, offset, self.file.region_bytes, limit)
             """Ours, behind those of the first processes: they read chunks' values from it."""
         except BaseException:
             self._processes.close(stop_s=0)
@@ -164,25 +164,25 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         with self._lock:
             builds = dict(sorted(self._assigned.items()))
         busy = dict.fromkeys(
-            one.builder for one in builds.values() if one.is_active and one.builder is not None
+            remote.builder for remote in builds.values() if remote.is_active and remote.builder is not None
         )
         return [
-            f"in builder process {n} (pid {pid}){'' if at else self._standing(n, builds)}"
-            for at, (n, pid) in enumerate((n, self._processes.pool.processes[n].pid) for n in busy)
+            f"in builder process {n} (pid {pid}){'' if index else self._standing(n, builds)}"
+            for index, (n, pid) in enumerate((n, self._processes.pool.processes[n].pid) for n in busy)
         ]
 
     def _standing(self, process: int, builds: Mapping[int, _ProcessBuild]) -> str:
         """Function, line and sample that a process is at, in words; "" where it does not say so in time."""
-        _, is_told, told = self._processes.pool.about(process).rpartition(ABOUT)
+        _, is_told, answer = self._processes.pool.about(process).rpartition(ABOUT)
         if not is_told:  # it runs code that lets no other run
-            context, native = context_in(told.partition(NATIVE)[0]), told.partition(NATIVE)[2]
+            context, native = context_in(answer.partition(NATIVE)[0]), answer.partition(NATIVE)[2]
             if cure := self._processes.pool.standstill(process):
                 native, cure = native.replace("\n", ", "), cure.strip()
                 return f", {context}: {cure} Native frames: {native}"
             return f", {context}" if context else ""
-        context, chunk, row = json.loads(told.partition("\n")[0])  # stacks of the next answer may follow
-        one = builds.get(chunk)
-        sample = "" if one is None or row < 0 else sample_text(chunk_of(one.build).rows, row)
+        context, chunk, row = json.loads(answer.partition("\n")[0])  # stacks of the next answer may follow
+        remote = builds.get(chunk)
+        sample = "" if remote is None or row < 0 else sample_text(chunk_of(remote.build).rows, row)
         return f", {context}{sample}" if context else sample
 
     def _wake(self) -> None:
@@ -236,61 +236,61 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
     def _new(self, build: Build[Delivered]) -> _ProcessBuild:
         return _ProcessBuild(build=build)
 
-    def _choose(self, one: _ProcessBuild, loads: Counter[Any]) -> int:
+    def _choose(self, remote: _ProcessBuild, loads: Counter[Any]) -> int:
         return min(range(self.num_builders), key=loads.__getitem__)
 
-    def _goes_on(self, one: _ProcessBuild) -> bool:
+    def _goes_on(self, remote: _ProcessBuild) -> bool:
         """See `RemoteBuilders`. What goes to several processes is taken apart instead."""
-        if one.whole is not None:
+        if remote.whole is not None:
             return True  # its build does
-        if not super()._goes_on(one):
+        if not super()._goes_on(remote):
             return False
-        chunk = chunk_of(one.build)
-        is_one = one.build.progress is None and len(chunk.plan.sizes) == 1
+        chunk = chunk_of(remote.build)
+        is_one = remote.build.progress is None and len(chunk.plan.sizes) == 1
         parts = self._sharing.parts(chunk.rows.num_rows, self.num_builders) if is_one else []
         if not parts:
             return True
-        one.build.progress, one.num_parts = one, len(parts)
+        remote.build.progress, remote.num_parts = remote, len(parts)
         with self._lock:
-            self._assigned[one.number] = one
+            self._assigned[remote.number] = remote
         for rows in parts:
             self._part -= 1
-            self._queue(_ProcessBuild(build=one.build, whole=one, rows=rows, part=self._part))
+            self._queue(_ProcessBuild(build=remote.build, whole=remote, rows=rows, part=self._part))
         return False
 
-    def _kind_of(self, one: _ProcessBuild) -> int:
-        return WorkerMessage.TASK if one.whole is None else WorkerMessage.PART
+    def _kind_of(self, remote: _ProcessBuild) -> int:
+        return WorkerMessage.TASK if remote.whole is None else WorkerMessage.PART
 
     def _content(self, part: _ProcessBuild) -> tuple[Any, ...]:
-        one = part.whole or part
-        if one.memory is None:  # else a process has had it, and died
-            chunk = chunk_of(one.build)
+        whole = part.whole or part
+        if whole.memory is None:  # else a process has had it, and died
+            chunk = chunk_of(whole.build)
             with self._context.guards.loading():
-                one.serialized, one.memory = serialize(
+                whole.serialized, whole.memory = serialize(
                     chunk.plan,
                     chunk.rows,
                     staged_outputs(self._context.settings.outputs),
                     self._region.arena,
                     by_file=self._reads_files,
                 )
-            one.kept.append(one.memory)
-        where = self._offset_of(one.memory), len(one.memory)
-        if part is not one:
-            return one.number, one.serialized, part.rows, *where
-        return one.serialized, one.num_added, one.made, *where
+            whole.leases.append(whole.memory)
+        where = self._offset_of(whole.memory), len(whole.memory)
+        if part is not whole:
+            return whole.number, whole.serialized, part.rows, *where
+        return whole.serialized, whole.num_added, whole.places, *where
 
     def _offset_of(self, memory: NDArray[np.uint8]) -> int:
         return self._region.offset_of(memory.__array_interface__["data"][0])
 
-    def _send(self, one: _ProcessBuild, kind: int, content: Any = None) -> None:
-        self._processes.pool.send(one.builder, WorkerRequest(kind, one.number, content))
+    def _send(self, remote: _ProcessBuild, kind: int, content: Any = None) -> None:
+        self._processes.pool.send(remote.builder, WorkerRequest(kind, remote.number, content))
 
     def _take(self, response: WorkerResponse) -> None:
         """Take a process's message about itself, or about a chunk."""
         process, kind = response.runner, response.kind
         with self._lock:
-            one = self._assigned.get(response.task)
-        is_charged = one is not None and kind == WorkerResult.BATCH
+            remote = self._assigned.get(response.task)
+        is_charged = remote is not None and kind == WorkerResult.BATCH
         obj = self._processes.unpack(response, self._give_back if is_charged else None)
         if kind == WorkerResult.OPENED:
             self._num_starting -= 1
@@ -301,48 +301,48 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
                 self._fail(obj.restored())
             elif not self._num_starting:
                 self._all_started(None)
-        elif one is not None and one.builder == process and kind == WorkerResult.STALE:
+        elif remote is not None and remote.builder == process and kind == WorkerResult.STALE:
             _log.info(
                 "builder process %d cannot read files of this one (%s): it is sent values", process, obj
             )
             self._reads_files = False
-            whole = one.whole or one
+            whole = remote.whole or remote
             whole.serialized = whole.memory = None
-            self._lose(one, None)
-        elif one is not None and one.builder == process and kind == WorkerResult.PART:
-            self._take_part(one, obj)
-        elif one is not None and one.builder == process:
-            self._take_response(one, kind, obj, response.total)
+            self._lose(remote, None)
+        elif remote is not None and remote.builder == process and kind == WorkerResult.PART:
+            self._take_part(remote, obj)
+        elif remote is not None and remote.builder == process:
+            self._take_response(remote, kind, obj, response.total)
 
-    def _take_part(self, part: _ProcessBuild, made: MadePart) -> None:
+    def _take_part(self, part: _ProcessBuild, result: MadePart) -> None:
         """Keep what was made of a part; with the last, a process makes the batch."""
-        self._sharing.note(made.sample_s)
-        one = part.whole
-        assert one is not None
+        self._sharing.note(result.sample_s)
+        whole = part.whole
+        assert whole is not None
         with self._lock:
-            self._cpu_s += made.cpu_s
+            self._cpu_s += result.cpu_s
             self._assigned.pop(part.number)
             self._note_busy()
-        one.num_parts -= 1
-        one.parts_s += made.build_s
-        if made.memory is not None:
-            copy = self._region.arena.lease(nbytes := len(made.memory))
-            copy[:nbytes] = made.memory
-            one.kept.append(copy)
-            one.made.append((self._offset_of(copy), nbytes, made.layout))
-        if not one.num_parts:
-            self._queue(one)
+        whole.num_parts -= 1
+        whole.parts_s += result.build_s
+        if result.memory is not None:
+            copy = self._region.arena.lease(nbytes := len(result.memory))
+            copy[:nbytes] = result.memory
+            whole.leases.append(copy)
+            whole.places.append((self._offset_of(copy), nbytes, result.layout))
+        if not whole.num_parts:
+            self._queue(whole)
 
-    def _add(self, one: _ProcessBuild, built: BuiltBatches, slot_bytes: int) -> None:
+    def _add(self, whole: _ProcessBuild, built: BuiltBatches, slot_bytes: int) -> None:
         """See `RemoteBuilders`. What its parts took belongs to the batch."""
         if built.sample_s is not None:
             self._sharing.note(built.sample_s)
-        parts_s, one.parts_s = one.parts_s, 0.0
-        made_bytes = built.made_bytes + sum(nbytes for _, nbytes, _ in one.made)
-        super()._add(one, built._replace(build_s=built.build_s + parts_s, made_bytes=made_bytes), slot_bytes)
+        part_s, whole.parts_s = whole.parts_s, 0.0
+        made_bytes = built.made_bytes + sum(nbytes for _, nbytes, _ in whole.places)
+        super()._add(whole, built._replace(build_s=built.build_s + part_s, made_bytes=made_bytes), slot_bytes)
 
-    def _end(self, one: _ProcessBuild, error: BaseException | None) -> None:
-        whole = one.whole or one
+    def _end(self, remote: _ProcessBuild, error: BaseException | None) -> None:
+        whole = remote.whole or remote
         if whole.num_parts:  # nobody waits for them any more
             with self._lock:
                 self._tasks = [task for task in self._tasks if task[1].whole is not whole]
@@ -350,7 +350,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
                 for part in [part for part in self._assigned.values() if part.whole is whole]:
                     del self._assigned[part.number]
         whole.serialized = whole.memory = None
-        whole.kept.clear()
+        whole.leases.clear()
         super()._end(whole, error)
 
     # ---- deaths -------------------------------------------------------------------------------------------
@@ -361,9 +361,9 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
             with self._lock:
                 self._started.discard(process)
             builds = self._builds_of(process)
-            culprit = next((one for one in builds if one.is_active), None)  # what it was at
-            for one in builds:
-                self._lose(one, error if one is culprit else None)
+            culprit = next((remote for remote in builds if remote.is_active), None)  # what it was at
+            for remote in builds:
+                self._lose(remote, error if remote is culprit else None)
         # A signal to all processes, or two that the kernel kills for memory, are one accident.
         died, now = {process for process, _, _ in error.workers}, self._now()
         is_new = now - self._accident_s > _ONE_ACCIDENT_S or bool(died & self._struck)
@@ -381,8 +381,8 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         for process, _, _ in error.workers:
             self._processes.pool.replace(process)
 
-    def _death_error(self, one: _ProcessBuild) -> WorkerDiedError:
-        before, last = one.deaths
+    def _death_error(self, remote: _ProcessBuild) -> WorkerDiedError:
+        before, last = remote.deaths
         error = WorkerDiedError(last.workers, last.memory)  # another chunk may have the same one
         error.add_note(f"{MOST_DEATHS} processes have died on the same batches; before: {before}")
         return error

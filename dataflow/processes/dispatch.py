@@ -141,7 +141,7 @@ class BusyTimes:
         """These are at work from now on, and no others."""
         if busy != self._since.keys():
             now_s = self._now()
-            self._sum_s += sum(now_s - self._since.pop(one) for one in self._since.keys() - busy)
+            self._sum_s += sum(now_s - self._since.pop(builder) for builder in self._since.keys() - busy)
             self._since.update(dict.fromkeys(busy - self._since.keys(), now_s))
 
     def total_s(self) -> float:
@@ -205,15 +205,15 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         """A build that nobody has begun."""
 
     @abstractmethod
-    def _choose(self, one: B, loads: Counter[Any]) -> Any:
+    def _choose(self, remote: B, loads: Counter[Any]) -> Any:
         """Return who is to build it, given the chunks that each has; None: nobody can. Under the lock."""
 
     @abstractmethod
-    def _content(self, one: B) -> tuple[Any, ...]:
+    def _content(self, remote: B) -> tuple[Any, ...]:
         """Return what a builder is sent of a chunk. What it raises ends the chunk."""
 
     @abstractmethod
-    def _send(self, one: B, kind: int, content: Any = None) -> None:
+    def _send(self, remote: B, kind: int, content: Any = None) -> None:
         """Send a message about a chunk to the builder that has it."""
 
     def _has_started(self, builder: Any) -> bool:
@@ -221,7 +221,7 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         return True
 
     @abstractmethod
-    def _death_error(self, one: B) -> Exception:
+    def _death_error(self, remote: B) -> Exception:
         """The error of a chunk on which too many builders have died."""
 
     # ---- for the engine -----------------------------------------------------------------------------------
@@ -230,8 +230,8 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         """See `Builders`."""
         with self._lock:
             if build.progress is None:
-                one = self._new(build)
-                heapq.heappush(self._tasks, (one.urgency, one))
+                remote = self._new(build)
+                heapq.heappush(self._tasks, (remote.urgency, remote))
             else:
                 self._resumed.append(build.progress)
         self._wake()
@@ -258,8 +258,8 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         self._thread.close()
         if not self._is_closed:
             self._is_closed = True
-            for one in self._assigned.values():
-                one.build.progress = None  # nobody would see that they only refer to each other
+            for remote in self._assigned.values():
+                remote.build.progress = None  # nobody would see that they only refer to each other
             for builds in (self._assigned, self._tasks, self._resumed):
                 builds.clear()
             self._end_builders()
@@ -275,41 +275,41 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         """Send what may go on, then new chunks while a builder has room for one."""
         with self._lock:
             resumed, self._resumed = self._resumed, []
-        for one in resumed:
-            self._set_active(one, True)
-            if one.builder is None:
-                self._queue(one)
+        for remote in resumed:
+            self._set_active(remote, True)
+            if remote.builder is None:
+                self._queue(remote)
             else:
-                self._send(one, WorkerMessage.GO_ON)
+                self._send(remote, WorkerMessage.GO_ON)
         while (task := self._next_task()) is not None:
-            one, builder = task
-            if self._goes_on(one):
-                self._begin(one, builder)
+            remote, builder = task
+            if self._goes_on(remote):
+                self._begin(remote, builder)
 
-    def _goes_on(self, one: B) -> bool:
+    def _goes_on(self, remote: B) -> bool:
         """Return whether a builder is to be sent what was its turn; else it is laid aside."""
-        if not (goes_on := one.build.may_go_on()):
-            self._set_active(one, False)
+        if not (goes_on := remote.build.may_go_on()):
+            self._set_active(remote, False)
         return goes_on
 
-    def _begin(self, one: B, builder: Any) -> None:
+    def _begin(self, remote: B, builder: Any) -> None:
         """Send a chunk to a builder, but for the batches that were delivered."""
         try:
-            if one.build.is_cancelled:
+            if remote.build.is_cancelled:
                 raise EngineClosedError("the loader was closed while the batch was built")
-            content = self._content(one)
+            content = self._content(remote)
         except BaseException as error:
-            self._end(one, error)
+            self._end(remote, error)
             return
-        self._assign(one, builder)
-        self._send(one, self._kind_of(one), content)
+        self._assign(remote, builder)
+        self._send(remote, self._kind_of(remote), content)
 
-    def _kind_of(self, one: B) -> int:
+    def _kind_of(self, remote: B) -> int:
         return WorkerMessage.TASK
 
-    def _queue(self, one: B) -> None:
+    def _queue(self, remote: B) -> None:
         with self._lock:
-            heapq.heappush(self._tasks, (one.urgency, one))
+            heapq.heappush(self._tasks, (remote.urgency, remote))
 
     def _next_task(self) -> tuple[B, Any] | None:
         """The most urgent build, and who is to build it."""
@@ -318,35 +318,35 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
             if failure is None:
                 if not tasks:
                     return None
-                active = (one.builder for one in self._assigned.values() if one.is_active)
+                active = (remote.builder for remote in self._assigned.values() if remote.is_active)
                 loads = Counter(builder for builder in active if builder is not None)
                 builder = self._choose(tasks[0][1], loads)
                 has_room = builder is not None and loads[builder] < self._most_assigned
                 return (heapq.heappop(tasks)[1], builder) if has_room else None
             self._tasks = []
-        for _, one in tasks:
-            one.build.end(failure)
+        for _, remote in tasks:
+            remote.build.end(failure)
         return None
 
-    def _assign(self, one: B, builder: Any) -> None:
+    def _assign(self, remote: B, builder: Any) -> None:
         with self._lock:
-            one.builder, one.build.progress = builder, one.build.progress or one
-            self._assigned.pop(one.number, None)
-            self._assigned[one.number] = one
+            remote.builder, remote.build.progress = builder, remote.build.progress or remote
+            self._assigned.pop(remote.number, None)
+            self._assigned[remote.number] = remote
             self._note_busy()
 
-    def _set_active(self, one: B, is_active: bool) -> None:
+    def _set_active(self, remote: B, is_active: bool) -> None:
         """Note whether a chunk is built, or laid aside; what a builder goes on with it does last."""
         with self._lock:
-            one.is_active = is_active
-            if is_active and self._assigned.pop(one.number, None) is not None:
-                self._assigned[one.number] = one
+            remote.is_active = is_active
+            if is_active and self._assigned.pop(remote.number, None) is not None:
+                self._assigned[remote.number] = remote
             self._note_busy()
 
     def _note_busy(self) -> None:
         """Count the time of builders that are at work now. Under the lock."""
         builders = {
-            one.builder for one in self._assigned.values() if one.is_active and one.builder is not None
+            item.builder for item in self._assigned.values() if item.is_active and item.builder is not None
         }
         self._busy.are({builder for builder in builders if self._has_started(builder)})
 
@@ -354,27 +354,27 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         """End all builds, and those to come."""
         with self._lock:
             self._failure = self._failure or error
-            begun = [*self._assigned.values(), *(one for _, one in self._tasks)]
-            builds = {one.build.number: one.build for one in begun}
+            begun = [*self._assigned.values(), *(remote for _, remote in self._tasks)]
+            builds = {remote.build.number: remote.build for remote in begun}
             for waiting in (self._assigned, self._tasks, self._resumed):
                 waiting.clear()
             self._note_busy()
         for build in builds.values():
             build.end(error)
 
-    def _take_response(self, one: B, kind: int, obj: Any, slot_bytes: int = 0) -> None:
+    def _take_response(self, remote: B, kind: int, obj: Any, slot_bytes: int = 0) -> None:
         """Take a builder's response about a chunk.
 
         `slot_bytes`: of its batches, if they are not charged yet.
         """
         if kind == WorkerResult.QUESTION:
-            self._send(one, WorkerMessage.ANSWER, one.answers.to(obj, one.build, self._decide))
+            self._send(remote, WorkerMessage.ANSWER, remote.answers.to(obj, remote.build, self._decide))
         elif kind == WorkerResult.ERROR:
-            self._end(one, obj.restored())
+            self._end(remote, obj.restored())
         else:
-            self._add(one, obj, slot_bytes)
+            self._add(remote, obj, slot_bytes)
 
-    def _add(self, one: B, built: BuiltBatches, slot_bytes: int) -> None:
+    def _add(self, remote: B, built: BuiltBatches, slot_bytes: int) -> None:
         with self._lock:
             self._cpu_s += built.cpu_s
             # It falls slowly: some small ones say little of the next.
@@ -382,53 +382,53 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
             self._most_assigned = ASSIGNED if self._batch_bytes < self._large_bytes else 1
         if built.is_last:
             try:
-                chunk_of(one.build).end()
+                chunk_of(remote.build).end()
             except BaseException as error:
-                self._end(one, error)
+                self._end(remote, error)
                 return
-        one.num_added += len(built.batches)
+        remote.num_added += len(built.batches)
         delivered = [Delivered(*batch) for batch in built.batches]
         built.batches.clear()  # whoever called may hold it, and must not keep what the consumer drops
         # Arrays of what was made on the builder's heap are in the slot: only the rest is made again here.
         heap_bytes = max(0, built.heap_bytes - slot_bytes)
         made_bytes, build_s = built.made_bytes, built.build_s
-        one.build.add(
+        remote.build.add(
             PartialChunk(
                 delivered, slot_bytes, heap_bytes, built.flush_now, made_bytes=made_bytes, build_s=build_s
             )
         )
         del delivered
         if built.is_last:
-            self._end(one, None)
+            self._end(remote, None)
         elif not built.asks:
             return
-        elif one.build.may_go_on():
-            self._send(one, WorkerMessage.GO_ON)
+        elif remote.build.may_go_on():
+            self._send(remote, WorkerMessage.GO_ON)
         else:
-            self._set_active(one, False)
+            self._set_active(remote, False)
 
     def _builds_of(self, builder: Any) -> list[B]:
         """The builds that a builder has, in the order in which it was sent them."""
         with self._lock:
-            return [one for one in self._assigned.values() if one.builder == builder]
+            return [remote for remote in self._assigned.values() if remote.builder == builder]
 
-    def _lose(self, one: B, death: Any) -> None:
+    def _lose(self, remote: B, death: Any) -> None:
         """A builder has died that had a chunk; `death`: if the chunk may be why, else None."""
         with self._lock:
-            one.builder = None
+            remote.builder = None
             self._note_busy()
-        one.answers.begin_again()
+        remote.answers.begin_again()
         if death is not None:
-            one.deaths.append(death)
-        if len(one.deaths) == MOST_DEATHS:
-            self._end(one, self._death_error(one))
-        elif one.is_active:
-            self._queue(one)
+            remote.deaths.append(death)
+        if len(remote.deaths) == MOST_DEATHS:
+            self._end(remote, self._death_error(remote))
+        elif remote.is_active:
+            self._queue(remote)
 
-    def _end(self, one: B, error: BaseException | None) -> None:
+    def _end(self, remote: B, error: BaseException | None) -> None:
         with self._lock:
-            one.builder = None
-            self._assigned.pop(one.number, None)
+            remote.builder = None
+            self._assigned.pop(remote.number, None)
             self._num_done += 1
             self._note_busy()
-        one.build.end(error)
+        remote.build.end(error)

@@ -98,15 +98,15 @@ class _PartBuilder(BatchBuilder):
         """Samples by row of the chunk, but for those that fail, are odd, or that no pickle may carry."""
         assert self.columns is not None
         keep = np.array([row for row in rows if row not in self.columns.bad], np.int64)
-        given = samples_of(drop_rows(self._values, keep), self.settings.outputs, len(keep))
-        made = dict[int, Any]()
-        for at, (row, origin) in enumerate(zip(keep.tolist(), self.rows.find_all(keep), strict=True)):
-            sample, reason, _ = self._one(given, at, *origin, row)
+        batch_samples = samples_of(drop_rows(self._values, keep), self.settings.outputs, len(keep))
+        samples = dict[int, Any]()
+        for index, (row, origin) in enumerate(zip(keep.tolist(), self.rows.find_all(keep), strict=True)):
+            sample, reason, _ = self._one(batch_samples, index, *origin, row)
             if not reason and math.isfinite(plain_bytes(sample)):
-                made[row] = sample
+                samples[row] = sample
         for row, _, _ in self.columns.remarks:  # who makes the batch counts them
-            made.pop(row, None)
-        return made
+            samples.pop(row, None)
+        return samples
 
 
 class PartMaker:
@@ -131,8 +131,8 @@ class PartMaker:
         try:
             if self._begun is None or self._begun[0] != number:
                 self.forget()
-                own = self._rows_of(number, _no_error, chunk, *where)
-                builder = _PartBuilder(self._context, chunk.plan, own)
+                chunk_rows = self._rows_of(number, _no_error, chunk, *where)
+                builder = _PartBuilder(self._context, chunk.plan, chunk_rows)
                 self._begun = number, builder, builder.begun()
             samples = self._begun[1].samples(rows)
             build_s = self._context.now() - began_s

@@ -90,11 +90,11 @@ def serialize(
     memory, used = arena.lease(sum(sizes) or 1), 0
     copies = []
     for (name, (plan_column, column)), nbytes in zip(columns.items(), sizes, strict=True):
-        own = memory[used : used + plan_column.nbytes]
-        copies.append(structs.replace(plan_column, out=own))
+        out = memory[used : used + plan_column.nbytes]
+        copies.append(structs.replace(plan_column, out=out))
         serialized[name] = SerializedColumn(
             offset=used,
-            nbytes=len(own),
+            nbytes=len(out),
             shape=column.values.shape[1:] if isinstance(column, StagedArray) else None,
             dtype=column.values.dtype.str if isinstance(column, StagedArray) else "uint8",
             lengths=None if isinstance(column, StagedArray) else _lengths_of(plan_column, column),
@@ -120,11 +120,11 @@ def _in_files(rows: ChunkRows, column: str) -> FileParts | None:
     files: list[OpenFile] = []
     numbers, offsets = np.empty((2, rows.num_rows), np.int64)
     for part in rows.parts:
-        own = part.window.in_files(column, part.rows)
-        if own is None or len(files) + len(own.files) > MOST_OPEN:
+        located = part.window.in_files(column, part.rows)
+        if located is None or len(files) + len(located.files) > MOST_OPEN:
             return None
-        numbers[part.chunk_rows], offsets[part.chunk_rows] = own.numbers + len(files), own.offsets
-        files += own.files
+        numbers[part.chunk_rows], offsets[part.chunk_rows] = located.numbers + len(files), located.offsets
+        files += located.files
     return FileParts(files, numbers, offsets)
 
 
@@ -150,7 +150,7 @@ def _staged(rows: ChunkRows, output: StagedOutput) -> tuple[PlanColumn, StagedAr
     bad: dict[int, str] = {}
     for part in rows.parts:
         among = part.window.array(name).bad_among(part.rows)
-        bad.update((part.chunk_row(at), reason) for at, reason in among)
+        bad.update((part.chunk_row(position), reason) for position, reason in among)
     values, (base, step, index) = rows.parts[0].window.array(name).values, rows.array_rows(name)
     each = int(np.prod(values.shape[1:], dtype=np.int64)) * values.itemsize
     column = PlanColumn(name=name, base=base, step=step, index=index, each=each)
@@ -164,8 +164,8 @@ def _sources(rows: ChunkRows) -> list[SerializedSource]:
         key = part.window.source_number, part.window.source_epoch
         parts.setdefault(key, []).append(every[part.chunk_rows])
     return [
-        SerializedSource(number=number, epoch=epoch, rows=np.sort(np.concatenate(own)))
-        for (number, epoch), own in parts.items()
+        SerializedSource(number=number, epoch=epoch, rows=np.sort(np.concatenate(chunk_rows)))
+        for (number, epoch), chunk_rows in parts.items()
     ]
 
 

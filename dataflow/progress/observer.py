@@ -63,15 +63,15 @@ class ObserverGroup:
 
     def begin(self, owner: Any, epoch: int, position: Callable[[], EpochPosition]) -> LoopObserver:
         """See `LoaderObserver`."""
-        loops = [one.begin(owner, epoch, position) for one in self._observers]
-        return ObserverGroup([one for one in loops if one is not None])
+        loops = [observer.begin(owner, epoch, position) for observer in self._observers]
+        return ObserverGroup([loop for loop in loops if loop is not None])
 
     def batch(self, asked_s: float) -> None:
         """See `LoopObserver`."""
-        for one in self._observers:
-            one.batch(asked_s)
+        for observer in self._observers:
+            observer.batch(asked_s)
 
     def end(self, asked_s: float, error: BaseException | None = None) -> None:
         """See `LoopObserver`."""
-        for one in self._observers:
-            one.end(asked_s, error)
+        for observer in self._observers:
+            observer.end(asked_s, error)

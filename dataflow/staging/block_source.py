@@ -208,7 +208,7 @@ class BlockSource:
 
     @cached_property
     def _has_others(self) -> bool:
-        return any(spec.kind == "other" for own in self.catalog.schemas for spec in own.values())
+        return any(spec.kind == "other" for schema in self.catalog.schemas for spec in schema.values())
 
     def locates(self, blocks: Ints) -> bool:
         """Return whether values of all these blocks lie in the stored bytes: not so in compressed shards.

@@ -65,9 +65,9 @@ class StagedArray:
             np.copyto(out, arrays[0])
         else:
             kernels().interleave(arrays, out)
-        for at, column in enumerate(columns):
+        for index, column in enumerate(columns):
             if isinstance(column, Masked):
-                self._put_gaps(first, column.lacks, ... if len(columns) == 1 else (..., at))
+                self._put_gaps(first, column.lacks, ... if len(columns) == 1 else (..., index))
 
     def _put_gaps(self, first: int, lacks: NDArray[np.int8], part: Any) -> None:
         """Fill what a part of each row (all of it, or one of several columns) lacks, or note it."""
@@ -97,20 +97,20 @@ class StagedArray:
 
         Asked once the window is staged.
         """
-        found = []
+        bad = []
         if self.bad:
             among = np.flatnonzero(np.isin(rows, list(self.bad))).tolist()
-            found = [(index, self.bad[int(rows[index])]) for index in among]
+            bad = [(index, self.bad[int(rows[index])]) for index in among]
         if self._gaps:
             lacks = self._lacks[rows]
-            found += [(index, REASONS[int(lacks[index])]) for index in np.flatnonzero(lacks).tolist()]
-        return found
+            bad += [(index, REASONS[int(lacks[index])]) for index in np.flatnonzero(lacks).tolist()]
+        return bad
 
     @cached_property
     def _lacks(self) -> NDArray[np.int8]:
         lacks = np.zeros(len(self.values), np.int8)
-        for first, own in self._gaps.items():
-            lacks[first : first + len(own)] = own
+        for first, block_lacks in self._gaps.items():
+            lacks[first : first + len(block_lacks)] = block_lacks
         return lacks
 
 
@@ -120,8 +120,8 @@ class StagedPresence(StagedArray):
     def put(self, first: int, columns: Sequence[Column]) -> None:
         """Stage what one block has at rows from `first`."""
         out = self.values[first : first + len(columns[0])].reshape(-1, len(columns))
-        for at, column in enumerate(columns):
-            out[:, at] = _is_there(column)
+        for index, column in enumerate(columns):
+            out[:, index] = _is_there(column)
 
     def parsed(self, column: Spans) -> tuple[Array, BadRows]:
         """Return which byte strings are there; nothing of them is read."""

@@ -73,13 +73,13 @@ class ValueLocator:
 
     def of_blocks(self, numbers: Ints) -> LocatedBlocks | None:
         """Some blocks, [b] numbers, and where their values lie; None where the format cannot tell."""
-        wanted = numbers.tolist()
+        number_list = numbers.tolist()
         if self._is_remembered:
-            for number in wanted:
+            for number in number_list:
                 if number not in self._blocks and not self._remember(number):
                     return None
-            return LocatedBlocks([self._blocks[number] for number in wanted], numbers, self._remembered)
-        blocks = [self._catalog.block(number) for number in wanted]
+            return LocatedBlocks([self._blocks[number] for number in number_list], numbers, self._remembered)
+        blocks = [self._catalog.block(number) for number in number_list]
         located = [self._codec.locate(block, self._columns) for block in blocks]
         spans = [columns for columns in located if columns is not None]
         if len(spans) < len(blocks):
@@ -115,8 +115,8 @@ class ValueLocator:
 
 def _side_by_side(blocks: Sequence[Block], spans: Sequence[dict[str, Spans]], column: str) -> Located:
     """Return where values of all samples of some blocks lie, given where they lie in each."""
-    starts = [own[column].starts + block.offset for own, block in zip(spans, blocks, strict=True)]
-    lengths, none = [own[column].lengths for own in spans], np.zeros(0, np.int64)
+    starts = [columns[column].starts + block.offset for columns, block in zip(spans, blocks, strict=True)]
+    lengths, none = [columns[column].lengths for columns in spans], np.zeros(0, np.int64)
     return np.concatenate([none, *starts]), np.concatenate([none, *lengths])
 
 

@@ -64,12 +64,7 @@ class WindowOfFiles(StagedWindow):
         buffer = self.arena.lease(nbytes or 1)[:nbytes]
         starts = ends - lengths
         copies = PlanColumn(
-            name=column,
-            index=spans.addresses,
-            lengths=lengths,
-            offsets=starts,
-            out=buffer,
-            may_load=False,
+            name=column, index=spans.addresses, lengths=lengths, offsets=starts, out=buffer, may_load=False
         )
         lost = np.flatnonzero(kernels().run(len(owners), [copies]))
         if len(lost):
@@ -96,7 +91,7 @@ class WindowOfFiles(StagedWindow):
     def _release(self) -> None:
         shards = zip(self._shards, self.samples.blocks, strict=False)
         # Their pages are left to the page cache.
-        self.source.mappings.release([(at, b.offset, b.length) for at, b in shards if at is not None])
+        self.source.mappings.release([(s, b.offset, b.length) for s, b in shards if s is not None])
         self._shards = []
 
 
@@ -147,10 +142,10 @@ class MappedWindow(WindowOfFiles):
         return [partial(self._map, ordinals[i::tasks]) for i in range(tasks)]
 
     def _map(self, ordinals: range) -> None:
-        own = slice(ordinals.start, ordinals.stop, ordinals.step)
-        blocks = self.samples.blocks[own]
+        part = slice(ordinals.start, ordinals.stop, ordinals.step)
+        blocks = self.samples.blocks[part]
         ranges = [(block.shard, block.offset, block.length) for block in blocks]
-        self._shards[own] = self.source.mappings.hold(ranges, brings_pages=self._whole)
+        self._shards[part] = self.source.mappings.hold(ranges, brings_pages=self._whole)
         if self._whole:
             self.source.traffic.add(sum([b.length for b in blocks]), sum([b.nbytes for b in blocks]))
         with self._lock:
@@ -174,7 +169,7 @@ class MappedWindow(WindowOfFiles):
                 self._parse(output, rows, samples)
         if not self._whole:
             lengths = [self._located.column(name, samples)[1][rows] for name in self.source.columns]
-            nbytes = sum(int(np.maximum(own, 0).sum()) for own in lengths)
+            nbytes = sum(int(np.maximum(column, 0).sum()) for column in lengths)
             self.source.traffic.add(nbytes, nbytes)
 
     def _parse(self, output: StagedOutput, rows: Ints, samples: Ints) -> None:

@@ -110,9 +110,9 @@ class ReadWindow(WindowOfFiles):
         if memory is None and self._keeps_blocks and len(reads) > 1 and all(map(_is_small_file, blocks)):
             ends = np.cumsum([_aligned(block.length) for block in blocks]).tolist()
             memory = self.arena.lease(ends[-1] or 1)
-            reads = [(ordinals, at) for (ordinals, _), at in zip(reads, [0, *ends[:-1]], strict=True)]
-        for ordinals, at in reads:
-            self._read(ordinals, at, memory)
+            reads = [(ordinals, start) for (ordinals, _), start in zip(reads, [0, *ends[:-1]], strict=True)]
+        for ordinals, start in reads:
+            self._read(ordinals, start, memory)
 
     def _requests(self) -> list[range]:
         """The blocks of each request.
@@ -134,18 +134,18 @@ class ReadWindow(WindowOfFiles):
             before = block
         return requests
 
-    def _read(self, ordinals: range, at: int, memory: Bytes | None) -> None:
+    def _read(self, ordinals: range, start: int, memory: Bytes | None) -> None:
         blocks = self.samples.blocks[ordinals.start : ordinals.stop]
         if self._decodes_in_place and self._decode_in_place(ordinals.start):
             return
         length = sum(block.length for block in blocks)
-        data = self.arena.lease(length) if memory is None else memory[at : at + length]
+        data = self.arena.lease(length) if memory is None else memory[start : start + length]
         first = blocks[0]
         self.source.read_into(first.shard, first.offset, data, checksum=first.checksum, awaited=self._awaited)
         for ordinal, block in zip(ordinals, blocks, strict=True):
             begin = block.offset - first.offset
-            own = data[begin : begin + block.length].data
-            self._put(ordinal, block, own, self.source.column_reader.decode(block, own))
+            block_data = data[begin : begin + block.length].data
+            self._put(ordinal, block, block_data, self.source.column_reader.decode(block, block_data))
 
     def _decode_in_place(self, ordinal: int) -> bool:
         """Decode a block of a local file where it lies; it stays mapped while values are views of it.
@@ -176,8 +176,8 @@ class ReadWindow(WindowOfFiles):
         """Return whether values that a window keeps where they are lie in a block's bytes."""
         stored = np.frombuffer(data, np.uint8)
         names = [name for output in self.source.outputs if output.stays_in_place for name in output.sources]
-        kept = [columns[name] for name in names if name in columns]
-        return any(np.may_share_memory(_memory_of(column), stored) for column in kept)
+        staged_columns = [columns[name] for name in names if name in columns]
+        return any(np.may_share_memory(_memory_of(column), stored) for column in staged_columns)
 
     def _put(self, ordinal: int, block: Block, data: memoryview | None, columns: Columns) -> None:
         """Stage what a block was decoded to; `data`: its bytes, where they stay."""
@@ -193,8 +193,8 @@ class ReadWindow(WindowOfFiles):
             self._data[ordinal] = None
         if self.source.clips:
             rows = self.samples.rows_of(ordinal)
-            own = slice(*np.searchsorted(self._clip_rows, [rows.start, rows.stop]))
-            self.cut_clips(self._clip_rows[own])
+            clips = slice(*np.searchsorted(self._clip_rows, [rows.start, rows.stop]))
+            self.cut_clips(self._clip_rows[clips])
 
     def _release(self) -> None:
         super()._release()
@@ -223,14 +223,14 @@ class SparseWindow(StagedWindow):
     """
 
     def __init__(self, source: BlockSource, arena: Arena, numbers: Ints, rows: Ints) -> None:
-        blocks, wanted = source.blocks(numbers), np.unique(rows[rows >= 0])
+        blocks, used_rows = source.blocks(numbers), np.unique(rows[rows >= 0])
         first = np.cumsum([0, *(block.num_samples for block in blocks[:-1])])
-        by_block = np.split(wanted, np.searchsorted(wanted, first[1:]))
-        rows_in_block = [own - start for own, start in zip(by_block, first.tolist(), strict=True)]
-        own_rows = np.where(rows < 0, -1, np.searchsorted(wanted, rows))
+        by_block = np.split(used_rows, np.searchsorted(used_rows, first[1:]))
+        rows_in_block = [part - start for part, start in zip(by_block, first.tolist(), strict=True)]
+        own_rows = np.where(rows < 0, -1, np.searchsorted(used_rows, rows))
         super().__init__(source, arena, WindowSamples(source.first_number, blocks, rows_in_block), own_rows)
         self._region: Bytes | None = None
-        self._spans = [self._locate(block, own) for block, own in zip(blocks, rows_in_block, strict=True)]
+        self._spans = [self._locate(block, part) for block, part in zip(blocks, rows_in_block, strict=True)]
         self._parts = [
             (output, ordinal, row)
             for output in source.parts
@@ -241,7 +241,7 @@ class SparseWindow(StagedWindow):
         self._sizes = np.array([_aligned(lengths).sum() for _, lengths, _ in self._ranges], np.int64)
         columns = sum(output.staged_bytes(self.samples.num_rows) for output in source.outputs)
         # What is cut of a value is no longer than it; how much it is, only the value tells.
-        parts = (self._spans[at][output.sources[0]].lengths[row] for output, at, row in self._parts)
+        parts = (self._spans[ordinal][output.sources[0]].lengths[row] for output, ordinal, row in self._parts)
         self.nbytes = rounded_bytes(int(self._sizes.sum())) + columns + sum(map(int, parts))
 
     @staticmethod
@@ -297,10 +297,10 @@ class SparseWindow(StagedWindow):
             view = region[target : target + length]
             self.source.read_into(block.shard, block.offset + first, view, awaited=self._awaited)
         columns: Columns = {}
-        value_bytes = at = 0
+        value_bytes = begin = 0
         for name, spans in self._read_whole(self._spans[ordinal]).items():
-            ranges = range_of[at : at + len(spans)]
-            at += len(spans)
+            ranges = range_of[begin : begin + len(spans)]
+            begin += len(spans)
             moved = spans.starts + (targets - firsts)[ranges] if len(firsts) else spans.starts
             columns[name] = Spans(region, np.where(spans.lengths > 0, moved, start), spans.lengths)
             value_bytes += int(np.maximum(spans.lengths, 0).sum())
@@ -312,11 +312,11 @@ class SparseWindow(StagedWindow):
         block, rule, spans = self.samples.blocks[ordinal], output.parts_rule, self._spans[ordinal]
         assert rule is not None
         window_row = int(self.samples.first_row[ordinal]) + row
-        own = spans[output.sources[0]]
-        first = block.offset + int(own.starts[row])
+        column = spans[output.sources[0]]
+        first = block.offset + int(column.starts[row])
         read = self.source.reading(block.shard, awaited=self._awaited, first=first)
         draws = self.draws(np.array([window_row])) if rule.random else None
-        value = rule.cut(read, int(own.lengths[row]), draws)
+        value = rule.cut(read, int(column.lengths[row]), draws)
         self.source.traffic.add(0, len(value))
         self.spans(output.name).put_cut(window_row, value)
 

@@ -123,8 +123,8 @@ def read_rows(
 
     Raises as reading and decoding do.
     """
-    for block, at, rows in by_block(source.catalog, selection, positions):
-        yield BlockRows(block, at, read_columns(source, block, columns, rows, is_checked=is_checked))
+    for block, indices, rows in by_block(source.catalog, selection, positions):
+        yield BlockRows(block, indices, read_columns(source, block, columns, rows, is_checked=is_checked))
 
 
 def by_block(catalog: Catalog, selection: Selection, positions: Ints) -> Iterator[tuple[Block, Ints, Ints]]:
@@ -132,8 +132,8 @@ def by_block(catalog: Catalog, selection: Selection, positions: Ints) -> Iterato
     blocks, rows = selection.locate(positions)
     order = np.argsort(blocks, kind="stable")
     numbers, first = np.unique(blocks[order], return_index=True)
-    for number, at in zip(numbers.tolist(), np.split(order, first[1:]), strict=False):
-        yield catalog.block(number), at, rows[at]
+    for number, indices in zip(numbers.tolist(), np.split(order, first[1:]), strict=False):
+        yield catalog.block(number), indices, rows[indices]
 
 
 def read_columns(
@@ -156,8 +156,8 @@ def read_columns(
     else:
         spans = source.format.locate(block, columns)
         if spans:
-            wanted = slice(None) if rows is None else rows
-            sizes = sum(int(np.maximum(one.lengths[wanted], 0).sum()) for one in spans.values())
+            selection = slice(None) if rows is None else rows
+            sizes = sum(int(np.maximum(column.lengths[selection], 0).sum()) for column in spans.values())
             count = block.num_samples if rows is None else len(rows)
             if gap_bytes * count + sizes < block.length:
                 return read_located(block, spans, source.catalog.schema, source.read_into, rows)
@@ -247,7 +247,7 @@ class RowReader:
         self._lock = threading.Lock()  # guards what follows
         self._used: WeakValueDictionary[tuple[int, int | None, int], _SharedBlock] = WeakValueDictionary()
         """By source, epoch and number: those that somebody has."""
-        self._kept: OrderedDict[tuple[int, int | None, int], _SharedBlock] = OrderedDict()
+        self._kept_blocks: OrderedDict[tuple[int, int | None, int], _SharedBlock] = OrderedDict()
         self._kept_bytes = 0
 
     def open(
@@ -284,15 +284,15 @@ class RowReader:
             ends = np.cumsum(np.bincount(ordinal, minlength=len(blocks)))
             owned = np.split(np.argsort(ordinal, kind="stable"), ends[:-1])
             parts = [
-                WindowPart(window, row[own], chunk_rows[own])
-                for window, own in zip(windows, owned, strict=True)
+                WindowPart(window, row[indices], chunk_rows[indices])
+                for window, indices in zip(windows, owned, strict=True)
             ]
             # Where all of them stay, they have credits of their own.
             nbytes = 0 if math.isinf(self._keep_bytes) else sum(window.nbytes for window in windows)
             reads = [block.read for block in shared]
             return OpenRows(parts=parts, windows=windows, reads=lambda: reads, nbytes=nbytes, is_alone=False)
-        wanted = counted_through(source, blocks, ordinal, row)
-        window = open_rows(source, self._arena, *wanted, share=share, num_readers=self._num_readers)
+        block_rows = counted_through(source, blocks, ordinal, row)
+        window = open_rows(source, self._arena, *block_rows, share=share, num_readers=self._num_readers)
         window.seed, window.epoch, window.source_epoch = seed, epoch, source_epoch
         part = WindowPart(window, window.rows, chunk_rows)
         return OpenRows(
@@ -310,9 +310,9 @@ class RowReader:
                 window = ReadWindow(source, self._arena, np.array([number]), _NO_ROWS, keeps_mapped=False)
                 window.source_epoch = source_epoch
                 block = self._used[key] = _SharedBlock(window)
-            if self._kept.pop(key, None) is None:
+            if self._kept_blocks.pop(key, None) is None:
                 self._kept_bytes += block.window.nbytes
-            self._kept[key] = block
-            while self._kept_bytes > self._keep_bytes and len(self._kept) > self._keep_blocks:
-                self._kept_bytes -= self._kept.popitem(last=False)[1].window.nbytes
+            self._kept_blocks[key] = block
+            while self._kept_bytes > self._keep_bytes and len(self._kept_blocks) > self._keep_blocks:
+                self._kept_bytes -= self._kept_blocks.popitem(last=False)[1].window.nbytes
         return block

@@ -118,8 +118,8 @@ class Stager:
         num_samples = units.window_length(number)
         if num_samples * _PLAN_BYTES <= self._limit_bytes:
             return
-        own = units.source_window(number)
-        source, blocks = self._sources[own.source], own.windows.window_blocks(own.number)
+        unit = units.source_window(number)
+        source, blocks = self._sources[unit.source], unit.windows.window_blocks(unit.number)
         largest = source.catalog.block(int(blocks[source.catalog.blocks.num_samples[blocks].argmax()]))
         raise MemoryLimitError(
             f"the next shuffle window has {num_samples:,} samples, {largest.num_samples:,} of them in one "
@@ -140,12 +140,12 @@ class Stager:
 
     def stage(self, units: Windows, number: int, indices: Ints | None) -> StagedWindow:
         """A window of which only the rows at some indices are needed; None for all."""
-        own = units.source_window(number)
-        source = self._sources[own.source]
-        window, matches = self._staged(source, own.windows, own.number, indices), self._matches[source.number]
-        if matches:
-            window = matches[0].joined(window, window.rows, matches)
-        window.seed, window.source_epoch = self._seed, own.epoch
+        unit = units.source_window(number)
+        source = self._sources[unit.source]
+        window, joins = self._staged(source, unit.windows, unit.number, indices), self._matches[source.number]
+        if joins:
+            window = joins[0].joined(window, window.rows, joins)
+        window.seed, window.source_epoch = self._seed, unit.epoch
         return window
 
     def _staged(self, source: BlockSource, units: Windows, number: int, indices: Ints | None) -> StagedWindow:
@@ -160,11 +160,11 @@ class Stager:
             blocks = units.whole_window(number, num_samples, rows, kernels().seeded_permutations)
             return self._opened(source, blocks, rows, "all")
         ordinal, row = units.window_samples(number, indices)
-        blocks, wanted = counted_through(source, units.window_blocks(number), ordinal, row)
-        rows = wanted
+        blocks, needed_rows = counted_through(source, units.window_blocks(number), ordinal, row)
+        rows = needed_rows
         if indices is not None:
             rows = np.full(units.window_length(number), -1)
-            rows[indices] = wanted
+            rows[indices] = needed_rows
         return self._opened(source, blocks, rows, "few" if isinstance(units, FullWindows) else "many")
 
     def _opened(self, source: BlockSource, blocks: Ints, rows: Ints, share: RowFraction) -> StagedWindow:

@@ -252,7 +252,7 @@ class StagedWindow(StagedRows):
 
     def largest(self) -> str:
         """Return which of its blocks takes most, for messages."""
-        block = max(self.samples.blocks, key=lambda one: one.length + one.nbytes, default=None)
+        block = max(self.samples.blocks, key=lambda b: b.length + b.nbytes, default=None)
         if block is None:
             return "it has no block"
         return f"its largest block: {block.length:,} bytes at offset {block.offset} of {block.shard.url}"

@@ -44,13 +44,13 @@ class OpenCaches:
         self._of_source: dict[tuple[int, int], SourceCache] = {}
         self._open: list[BlockCache] = []
         read = {
-            (number, at): one
+            (number, nth): part
             for number, dataset in enumerate(datasets)
-            for at, one in enumerate(dataset.datasets_read)
-            if one.cache is not None and not all(map(is_local, one.catalog.urls[:1]))  # a disk needs none
+            for nth, part in enumerate(dataset.datasets_read)
+            if part.cache is not None and not all(map(is_local, part.catalog.urls[:1]))  # a disk needs none
         }
-        uses = {(number, at): _use_of(datasets[number], number, plan, topology, at) for number, at in read}
-        for cache in dict.fromkeys(one.cache for one in read.values()):
+        uses = {(number, nth): _use_of(datasets[number], number, plan, topology, nth) for number, nth in read}
+        for cache in dict.fromkeys(part.cache for part in read.values()):
             assert cache is not None
             numbers = [number for number in uses if read[number].cache == cache]
             future = NextUse([uses[number] for number in numbers])
@@ -171,8 +171,8 @@ class NextUse:
         with self._lock:
             keys = _keys(shard_hashes, offsets)
             sorted_keys, owner, block = self._table
-            at = np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)
-            in_table = sorted_keys[at] == keys
+            positions = np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)
+            in_table = sorted_keys[positions] == keys
             ours = in_table.copy()
             when = np.full(len(keys), np.inf)
             for source, of_shards in zip(self._sources, self._hashes_of_shards, strict=True):
@@ -181,9 +181,9 @@ class NextUse:
                     when[its] = 0.0
                     ours |= its
             for number, source in enumerate(self._sources):
-                its = in_table & (owner[at] == number)
+                its = in_table & (owner[positions] == number)
                 if its.any():
-                    when[its] = source.next_uses(block[at[its]], just_read=just_read)
+                    when[its] = source.next_uses(block[positions[its]], just_read=just_read)
         return when, ours
 
     @cached_property

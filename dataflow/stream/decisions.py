@@ -21,12 +21,7 @@ from dataflow.outputs.objects import is_text
 from dataflow.planning.length_aware import check_batching, gather_of, is_by_tokens, lengths_alone
 from dataflow.planning.plan import StreamPlan
 from dataflow.planning.settings import CHECKED_STEPS, WITH_STEPS, StreamSettings
-from dataflow.stream.read_ahead import (
-    CHUNK_BYTES,
-    HAND_OVER_S,
-    ReadAhead,
-    choose_read_ahead,
-)
+from dataflow.stream.read_ahead import CHUNK_BYTES, HAND_OVER_S, ReadAhead, choose_read_ahead
 from prefetch.engine.builds import chunks_ahead
 from prefetch.errors import MemoryLimitError
 from prefetch.workers.starting import is_fork, start_context
@@ -157,7 +152,7 @@ def _are_copies(dataset: ShardedDataset | Mixture) -> bool:
 
 def _functions(dataset: ShardedDataset | Mixture, settings: StreamSettings) -> list[Any]:
     """The user's functions that builders call."""
-    functions = [settings.collate_fn, dataset.batch_transform, *(one.transform for one in dataset.sources)]
+    functions = [settings.collate_fn, dataset.batch_transform, *(s.transform for s in dataset.sources)]
     functions += [output.function for output in dataset.outputs]
     return [function for function in functions if function is not None]
 
@@ -168,7 +163,7 @@ def _why_processes(dataset: ShardedDataset | Mixture, settings: StreamSettings, 
     if not all(map(releases_gil, _functions(dataset, settings))):
         return "functions of yours may hold the interpreter lock"
     # To decode text takes a microsecond a value: less than to hand it over from a process.
-    decoded = any(one.is_decoded and one.function is None and not is_text(one) for one in outputs)
+    decoded = any(output.is_decoded and output.function is None and not is_text(output) for output in outputs)
     if decoded and cores > _FEW_CORES:
         return f"decoders in more than {_FEW_CORES} threads would keep the interpreter lock from the training"
     return None
@@ -199,7 +194,7 @@ class SessionPlan:
             collate = gather_of(batching)
         transforms: list[Any] = [(source.transform, source.transform_wants_rng) for source in dataset.sources]
         if plan.asked is not None:
-            transforms = [(lengths_alone(one, plan.asked), has_random_lengths(one)) for one, _ in transforms]
+            transforms = [(lengths_alone(fn, plan.asked), has_random_lengths(fn)) for fn, _ in transforms]
         return BuildSettings(
             outputs=dataset.outputs,
             seed=plan.seed,
@@ -265,12 +260,12 @@ def loader_limit(
 
 def is_all_local(dataset: ShardedDataset | Mixture) -> bool:
     """Return whether no shard is behind a network."""
-    return all(is_local(one.catalog.urls[0]) for one in datasets_read(dataset))
+    return all(is_local(source.catalog.urls[0]) for source in datasets_read(dataset))
 
 
 def datasets_read(dataset: ShardedDataset | Mixture) -> list[ShardedDataset]:
     """The datasets that it delivers columns of: sources, and what is joined to them."""
-    return [one for source in dataset.sources for one in source.datasets_read]
+    return [read_dataset for source in dataset.sources for read_dataset in source.datasets_read]
 
 
 def _building_bytes(plan: StreamPlan, builders: BuilderPlan) -> int:
@@ -301,7 +296,7 @@ def batch_bytes(plan: StreamPlan) -> int:
 
 def mean_bytes(source: ShardedDataset) -> int:
     """Bytes of a sample, with what is joined to it."""
-    catalogs = [one.catalog for one in source.datasets_read]
+    catalogs = [dataset.catalog for dataset in source.datasets_read]
     return sum(int(c.blocks.nbytes.sum()) // max(1, c.num_samples) for c in catalogs)
 
 

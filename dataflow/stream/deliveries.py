@@ -86,14 +86,14 @@ class RepeatedBatch:
     def in_place_of_empty(self, batches: Iterable[Delivered]) -> Iterator[Delivered]:
         """The batches of a chunk, all of which have samples. `DataflowError` before any has."""
         filled, before = [], self._last
-        for one in batches:
-            if one.num_samples:
-                self._last = one
+        for delivered in batches:
+            if delivered.num_samples:
+                self._last = delivered
             elif self._last is None:
-                raise _nothing_to_repeat(one) from one.skipped[0]
+                raise _nothing_to_repeat(delivered) from delivered.skipped[0]
             else:
-                one = self._repeated(self._last, one)
-            filled.append(one)
+                delivered = self._repeated(self._last, delivered)
+            filled.append(delivered)
         if self._last is not None and self._last is not before:
             self._last = self._last._replace(batch=_copied(self._last.batch))
         return iter(filled)

@@ -112,10 +112,10 @@ class StreamLoader:
     def __getstate__(self) -> dict[str, Any]:
         # A copy stands where this loader stands, goes on by itself and reads with threads of its own.
         changing = ("_rank", "_errors", "_loops", "sessions")
-        own = {name: copy.copy(self.__dict__[name]) for name in changing}
+        copies = {name: copy.copy(self.__dict__[name]) for name in changing}
         none = dict.fromkeys(("_finalizer", "_pause", "_length_plan", "observer"))
-        new = {"_repeated": RepeatedBatch(), "counters": self.counters.going_on(own["_loops"].standing)}
-        return {**self.__dict__, **own, **none, **new}
+        new = {"_repeated": RepeatedBatch(), "counters": self.counters.going_on(copies["_loops"].standing)}
+        return {**self.__dict__, **copies, **none, **new}
 
     @property
     def read_pause(self) -> ReadPause | None:
@@ -154,8 +154,8 @@ class StreamLoader:
 
     def _measure(self, source: ShardedDataset) -> SampleLengths:
         """Measure all samples of a source whose lengths are not known yet, on all ranks, each its part."""
-        own: dict[str, Any] = {"shuffle": None, "device": None, "skip_steps": ()}
-        loader = StreamLoader(source, replace(self.settings, topology=self._rank.topology, **own))
+        changes: dict[str, Any] = {"shuffle": None, "device": None, "skip_steps": ()}
+        loader = StreamLoader(source, replace(self.settings, topology=self._rank.topology, **changes))
         try:
             assert loader._lengths is not None
             if not loader._lengths.are_known:
@@ -475,7 +475,7 @@ class StreamLoader:
     def _facts(self) -> Facts:
         """The facts of the dataset in states, and of what transforms it."""
         with suppress(ModuleNotFoundError):  # the core alone
-            if any((one.transform, one.batch_transform) != (None, None) for one in self.dataset.sources):
+            if any((s.transform, s.batch_transform) != (None, None) for s in self.dataset.sources):
                 return {**facts_of(self.dataset), **resolve_name(TRANSFORMED)(self.dataset)}
         return facts_of(self.dataset)
 
@@ -497,8 +497,8 @@ class StreamLoader:
             if type(count) is not int or count < 0:
                 raise ValueError(f"{name} must be an integer >= 0, got {count!r}")
         plan = self._plan.resumed(loaded, of=self.dataset, data=self._facts, shuffle=self._own_shuffle)
-        told = plan.history(history, loaded, self.dataset)
-        plan = with_steps(plan, self.settings.skip_steps, told, loaded.epoch, loaded.position)
+        known_history = plan.history(history, loaded, self.dataset)
+        plan = with_steps(plan, self.settings.skip_steps, known_history, loaded.epoch, loaded.position)
         self.settings.warn_of_another_order(loaded.seed, plan.shuffle.kind)
         self.close()
         self._steps_asked = ()
@@ -506,7 +506,7 @@ class StreamLoader:
         is_kept = plan.shuffle == loaded.shuffle
         self.window_reason = "as in the loaded state" if is_kept else f"{self._own_reason}, as data differ"
         self._errors.count, self.epoch_named, self.facts_loaded = int(skipped or 0), named, loaded.data
-        self._loops.resume(loaded.epoch, loaded.position, told)
+        self._loops.resume(loaded.epoch, loaded.position, known_history)
         self.counters = self.counters.going_on(self._loops.standing)
 
     # ---- engine -------------------------------------------------------------------------------------
@@ -565,7 +565,7 @@ class StreamLoader:
             read_amplification=self._plan.read_amplification,
             lengths=self._length_plan.stats if self._length_plan else None,
             mapped_bytes=sum(session.mapped_bytes for session in sessions),
-            unfinished_shards=sum(len(one.catalog.unfinished) for one in datasets_read(self.dataset)),
+            unfinished_shards=sum(len(dataset.catalog.unfinished) for dataset in datasets_read(self.dataset)),
         )
 
     @property

@@ -60,7 +60,7 @@ Record = Callable[[EpochOrder, int, Ints], None]
 class MeasuringPlan(StreamPlan):
     """The plan of samples that this rank makes. Its positions are those of the plan of batches, in units."""
 
-    outer: StreamPlan
+    delivery_plan: StreamPlan
     """The plan of the batches."""
     producer: int
     num_producers: int
@@ -69,51 +69,51 @@ class MeasuringPlan(StreamPlan):
     measures_lengths = True
 
     @classmethod
-    def of(cls, outer: StreamPlan, exchange: LengthExchange | None) -> MeasuringPlan:
+    def of(cls, plan: StreamPlan, exchange: LengthExchange | None) -> MeasuringPlan:
         """The plan that serves the batches of another."""
-        assert outer.planner is not None
-        planner, each = outer.planner, max(1, *map(mean_bytes, outer.dataset.sources))
-        most = _GATHERED_SAMPLES if outer.measures_ahead else min(_GATHERED_SAMPLES, _GATHERED_BYTES // each)
-        return outer.as_kind(
+        assert plan.planner is not None
+        planner, each = plan.planner, max(1, *map(mean_bytes, plan.dataset.sources))
+        most = _GATHERED_SAMPLES if plan.measures_ahead else min(_GATHERED_SAMPLES, _GATHERED_BYTES // each)
+        return plan.as_kind(
             cls,
             batch_size=max(1, min(most, planner.batching.window or 1)),
             planner=None,
-            outer=outer,
-            asked=planner.batching if outer.measures_ahead else None,
+            delivery_plan=plan,
+            asked=planner.batching if plan.measures_ahead else None,
             producer=exchange.producer if exchange else 0,
             num_producers=0 if planner.lengths is not None else exchange.num_producers if exchange else 1,
         )
 
     def epoch(self, epoch: int, start: int = 0) -> SharePlan:
         """The plan of one epoch, from the packing window of unit `start` on."""
-        plan = self.outer.epoch(epoch, start)
+        plan = self.delivery_plan.epoch(epoch, start)
         assert isinstance(plan, UnitPlan)
         order, bounds = plan.order, plan.sequence.bounds
-        own: Callable[[int], Ints]
+        positions_of: Callable[[int], Ints]
         if self.num_producers:
             counts = producer_counts(bounds, self.producer, self.num_producers)
-            own = partial(self._measured_here, plan)
+            positions_of = partial(self._measured_here, plan)
         else:
-            own = self._delivered_here(plan)
+            positions_of = self._delivered_here(plan)
             later = range(plan.packing_window, plan.sequence.num_packing_windows)
             counts = np.zeros(plan.sequence.num_packing_windows, np.int64)
-            counts[plan.packing_window :] = [len(own(packing_window)) for packing_window in later]
+            counts[plan.packing_window :] = [len(positions_of(packing_window)) for packing_window in later]
         counts[: plan.packing_window] = 0  # those before are done
-        return SharePlan(order, bounds, counts, own, batch_size=self.batch_size)
+        return SharePlan(order, bounds, counts, positions_of, batch_size=self.batch_size)
 
     def _measured_here(self, plan: UnitPlan, packing_window: int) -> Ints:
         """Positions of the samples of a packing window that this rank is to make."""
         first, end = plan.sequence.bounds[packing_window : packing_window + 2].tolist()
         of_producer = producers(first, end, plan.order.num_lanes, self.num_producers)
-        own: Ints = np.flatnonzero(of_producer == self.producer) + first
-        return own
+        positions: Ints = np.flatnonzero(of_producer == self.producer) + first
+        return positions
 
     def _delivered_here(self, plan: UnitPlan) -> Callable[[int], Ints]:
         """Packing window -> positions of which this rank delivers segments, where all lengths are known."""
         sequence, dealt = plan.sequence, plan.batch_plan
         last = dealt.items(max(0, dealt.num_batches - 1), dealt.num_batches)[0]
 
-        def own(packing_window: int) -> Ints:
+        def positions_of(packing_window: int) -> Ints:
             units, begin = sequence.units(packing_window), int(sequence.first_unit[packing_window])
             items = dealt.rank_items(begin, begin + len(units))
             numbers = np.arange(len(units)) if items is None else items - begin
@@ -125,7 +125,7 @@ class MeasuringPlan(StreamPlan):
             positions += sequence.bounds[packing_window]
             return positions
 
-        return own
+        return positions_of
 
 
 class MeasuringStage:
@@ -190,11 +190,11 @@ class MeasuringStage:
     ) -> None:
         """Form the batches from a position on, of samples that `next_chunk` gives; `ledger` counts them."""
         self._next_chunk, self._ledger = next_chunk, ledger
-        outer = self._plan.epoch(epoch, start)
-        assert isinstance(outer, UnitPlan)
-        self._outer, self._order = outer, outer.order
+        plan = self._plan.epoch(epoch, start)
+        assert isinstance(plan, UnitPlan)
+        self._delivery, self._order = plan, plan.order
         self._share = self.plan.epoch(epoch, start)
-        self._units, self._lengths = MeasuredUnits(outer.sequence, outer.packing_window), outer.sequence.sizes
+        self._units, self._lengths = MeasuredUnits(plan.sequence, plan.packing_window), plan.sequence.sizes
         self._number = 0
         """Batch of the epoch's plan that comes next."""
         self._num_dealt = 0
@@ -203,7 +203,7 @@ class MeasuringStage:
         """Samples of this rank's share that were made."""
         self._failure: Exception | None = None
         """Why this rank cannot make its share."""
-        self._made: list[MeasuredSamples] = []
+        self._samples: list[MeasuredSamples] = []
         """Samples of packing windows that are not whole yet."""
         self._undealt = NO_SAMPLES
         """Made here, and of batches that are not complete yet."""
@@ -218,8 +218,8 @@ class MeasuringStage:
     def next_batches(self) -> Batches[Delivered]:
         """The next batch; none at the end of the epoch."""
         number = self._number
-        self._measure_until(self._outer.dealt(self._units.num_units, is_all=False).end_of(number + 2))
-        dealt = self._outer.dealt(self._units.num_units, is_all=self._units.is_all)
+        self._measure_until(self._delivery.dealt(self._units.num_units, is_all=False).end_of(number + 2))
+        dealt = self._delivery.dealt(self._units.num_units, is_all=self._units.is_all)
         if number >= dealt.num_batches:
             return ()
         if number:  # the first one waits for nothing more
@@ -230,7 +230,7 @@ class MeasuringStage:
         if self.sums is not None:
             numbers = self._numbers[np.searchsorted(self._numbered, pieces.position)]
             parts, sizes = [(numbers, slice(0, len(numbers)), None)], np.array([len(pieces)])
-            self.sums.note_rows(epoch, self._outer.start + number, sizes, parts, pieces)
+            self.sums.note_rows(epoch, self._delivery.start + number, sizes, parts, pieces)
         has = self._dealt.has(segments.segments.position)
         if not has.all():  # planned with lengths that were known, and left out since
             lacking, segments = segments.segments.position[~has], segments.keep(np.flatnonzero(has))
@@ -269,9 +269,9 @@ class MeasuringStage:
         """Return errors of the packing windows that are done: a state that lies in one measures it again."""
         if self._lengths is not None:
             return ()  # the batches that lack it tell
-        done = self._outer.sequence.at(self._outer.position_after(self._number))[0]
+        done = self._delivery.sequence.at(self._delivery.position_after(self._number))[0]
         errors = tuple(error for packing_window, error in self._left_out if packing_window < done)
-        self._left_out = [one for one in self._left_out if one[0] >= done]
+        self._left_out = [entry for entry in self._left_out if entry[0] >= done]
         return errors
 
     # ---- measuring ----------------------------------------------------------------------------------
@@ -326,11 +326,11 @@ class MeasuringStage:
                     "batching= lengths= or a smaller window="
                 )
                 raise NotHeldError
-            self._made.append(samples)
+            self._samples.append(samples)
             self._hold(nbytes)
 
     def _leave_out(self, position: int, error: SampleError) -> None:
-        packing_window = int(np.searchsorted(self._outer.sequence.bounds, position, side="right")) - 1
+        packing_window = int(np.searchsorted(self._delivery.sequence.bounds, position, side="right")) - 1
         self._left_out.append((packing_window, error))
 
     def _fitting(self, samples: MeasuredSamples) -> MeasuredSamples:
@@ -350,9 +350,9 @@ class MeasuringStage:
         reasons = self._forms.misfits(samples, self._gather, lambda position: self._error(position, ""))
         lengths = _lengths(samples, lead)
         for name in others:
-            own = _lengths(samples, name)
-            for row in np.flatnonzero(own != lengths).tolist():
-                reasons.setdefault(row, unlike_columns((lead, name), (lengths[row], own[row])))
+            column_lengths = _lengths(samples, name)
+            for row in np.flatnonzero(column_lengths != lengths).tolist():
+                reasons.setdefault(row, unlike_columns((lead, name), (lengths[row], column_lengths[row])))
         if most is not None:
             for row in np.flatnonzero(lengths > most).tolist():
                 reason = (
@@ -375,26 +375,26 @@ class MeasuringStage:
         ends = np.cumsum([len(source) for source in sources])
         number = int(np.searchsorted(ends, sample, side="right"))
         dataset = sources[number]
-        own = np.array([sample - int(ends[number]) + len(dataset)])
-        return error_of_sample(dataset, own, reason, stage="transform")
+        rows = np.array([sample - int(ends[number]) + len(dataset)])
+        return error_of_sample(dataset, rows, reason, stage="transform")
 
     def _measure_packing_window(self) -> None:
         """Have the next packing window whole, plan it, and deal out what is complete."""
         packing_window = self._units.next_packing_window
-        first, end = self._outer.sequence.bounds[packing_window : packing_window + 2].tolist()
-        own = NO_SAMPLES
+        first, end = self._delivery.sequence.bounds[packing_window : packing_window + 2].tolist()
+        ready = NO_SAMPLES
         try:
             if self._failure is not None:
                 raise self._failure
             self._make(int(self._share.first_item[packing_window + 1]))
-            samples = MeasuredSamples.joined(self._made)
+            samples = MeasuredSamples.joined(self._samples)
             num_own = int(np.searchsorted(samples.positions, end))
-            own, rest = samples.take(np.arange(num_own)), samples.take(np.arange(num_own, len(samples)))
-            self._made = [rest] if len(rest) else []
-            names, made = self._batching.cost_columns, _lengths(own, self._batching.column)
-            sizes = np.column_stack([made, own.costs(names)]) if names else made
+            ready, rest = samples.take(np.arange(num_own)), samples.take(np.arange(num_own, len(samples)))
+            self._samples = [rest] if len(rest) else []
+            names, row_lengths = self._batching.cost_columns, _lengths(ready, self._batching.column)
+            sizes = np.column_stack([row_lengths, ready.costs(names)]) if names else row_lengths
             lengths = np.full((end - first, *sizes.shape[1:]), LEFT_OUT)
-            lengths[own.positions - first] = sizes
+            lengths[ready.positions - first] = sizes
         except EngineClosedError:
             raise
         except Exception as error:
@@ -407,58 +407,58 @@ class MeasuringStage:
             lengths = self._checked(lengths, first, end)
         elif (record := self._record()) is not None:
             record(self._order, first, lengths)
-        self._units.forget(self._outer.batch_plan.end_of(self._number))
+        self._units.forget(self._delivery.batch_plan.end_of(self._number))
         self._units.add(lengths)
-        self._deal(own)
+        self._deal(ready)
 
-    def _exchanged(self, exchange: LengthExchange, own: Ints | Exception, first: int, end: int) -> Ints:
+    def _exchanged(self, exchange: LengthExchange, outcome: Ints | Exception, first: int, end: int) -> Ints:
         """The lengths of a packing window, of which each rank has measured some; so it is with costs."""
         of_producer = producers(first, end, self._order.num_lanes, exchange.num_producers)
-        mine = own if isinstance(own, Exception) else own[of_producer == exchange.producer]
+        mine = outcome if isinstance(outcome, Exception) else outcome[of_producer == exchange.producer]
         parts = exchange.lengths(mine)
         lengths = np.empty((end - first, *parts[0].shape[1:]), np.int64)
         for producer, measured in enumerate(parts):
             lengths[of_producer == producer] = measured
         return lengths
 
-    def _checked(self, made: Ints, first: int, end: int) -> Ints:
+    def _checked(self, sizes: Ints, first: int, end: int) -> Ints:
         """The lengths, and costs, that were known, with which what was made must agree."""
         assert self._lengths is not None
         lengths = self._lengths[first:end].astype(np.int64)
-        wrong = np.argwhere((made != LEFT_OUT) & (made != lengths))
+        wrong = np.argwhere((sizes != LEFT_OUT) & (sizes != lengths))
         if len(wrong):
-            at, names = tuple(wrong[0].tolist()), (self._batching.column, *self._batching.cost_columns)
-            reason = unlike_planned(names[at[-1] if len(at) > 1 else 0], int(made[at]), int(lengths[at]))
-            raise self._error(first + at[0], reason)
+            key, names = tuple(wrong[0].tolist()), (self._batching.column, *self._batching.cost_columns)
+            reason = unlike_planned(names[key[-1] if len(key) > 1 else 0], int(sizes[key]), int(lengths[key]))
+            raise self._error(first + key[0], reason)
         return lengths
 
-    def _deal(self, own: MeasuredSamples) -> None:
+    def _deal(self, ready: MeasuredSamples) -> None:
         """Send the samples of batches that are complete to where they are delivered."""
-        self._undealt = MeasuredSamples.joined([self._undealt, own])
-        units, outer = self._units, self._outer
-        whole = outer.dealt(units.num_units, is_all=units.is_all)
+        self._undealt = MeasuredSamples.joined([self._undealt, ready])
+        units, delivery = self._units, self._delivery
+        whole = delivery.dealt(units.num_units, is_all=units.is_all)
         num_dealt = whole.num_global_batches
-        shard_indices = [outer.batch_plan.rank] if self._exchange is None else self._exchange.shard_indices
-        positions = {one: self._positions(one, self._num_dealt, num_dealt) for one in {*shard_indices}}
-        parts = [self._undealt.among(positions[one]) for one in shard_indices]
+        shard_indices = [delivery.batch_plan.rank] if self._exchange is None else self._exchange.shard_indices
+        positions = {rank: self._positions(rank, self._num_dealt, num_dealt) for rank in {*shard_indices}}
+        parts = [self._undealt.among(positions[rank]) for rank in shard_indices]
         if self._exchange is not None:
             parts = self._exchange.samples(parts)
-        rest = self._dealt.among(self._positions(outer.batch_plan.rank, self._number, self._num_dealt))
+        rest = self._dealt.among(self._positions(delivery.batch_plan.rank, self._number, self._num_dealt))
         self._dealt = MeasuredSamples.joined([rest, *parts])
         first = whole.end_of(num_dealt)
         pending = np.arange(min(first, units.num_units), 0 if units.is_all else units.num_units)
         self._undealt = self._undealt.among(np.unique(units.take(pending)[0].position))
         self._num_dealt = num_dealt
         # Of all batches that may come: each batch alone would have its windows shuffled again.
-        self._numbered = self._positions(outer.batch_plan.rank, self._number, num_dealt)
+        self._numbered = self._positions(delivery.batch_plan.rank, self._number, num_dealt)
         self._numbers = self._plan.numbers(self._order, self._numbered)
-        made = sum(samples.nbytes for samples in self._made)
-        self._hold(self._dealt.nbytes + self._undealt.nbytes + made - self._held_bytes)
+        sample_bytes = sum(samples.nbytes for samples in self._samples)
+        self._hold(self._dealt.nbytes + self._undealt.nbytes + sample_bytes - self._held_bytes)
 
     def _positions(self, shard_index: int, first: int, last: int) -> Ints:
         """Positions of the samples of a rank's batches [first, last), ascending."""
         units = self._units
-        dealt = self._outer.dealt(units.num_units, is_all=units.is_all, rank=shard_index)
+        dealt = self._delivery.dealt(units.num_units, is_all=units.is_all, rank=shard_index)
         first, last = min(first, dealt.num_batches), min(last, dealt.num_batches)
         return np.unique(units.batches(dealt, first, last).segments.position)
 
@@ -501,36 +501,36 @@ class LengthsStage(MeasuringStage):
     ) -> None:
         """See `MeasuringStage.begin`."""
         super().begin(next_chunk, ledger, epoch, start)
-        self._outer.sequence.keep_lengths()
+        self._delivery.sequence.keep_lengths()
         self._ready: Iterator[Delivered] = iter(())
 
     def next_batches(self) -> Batches[Delivered]:
         """See `MeasuringStage.next_batches`. Ranks meet before batches of the same number: one at a time."""
         number = self._number
         ahead = min(number, _MOST_AHEAD) + 2
-        self._measure_until(self._outer.dealt(self._units.num_units, is_all=False).end_of(number + ahead))
-        dealt = self._outer.dealt(self._units.num_units, is_all=self._units.is_all)
+        self._measure_until(self._delivery.dealt(self._units.num_units, is_all=False).end_of(number + ahead))
+        dealt = self._delivery.dealt(self._units.num_units, is_all=self._units.is_all)
         if number >= dealt.num_batches:
             return ()
         if number:
             self._measure_some(dealt.num_full + 1 - ahead - number)
         self._number = number + 1
         if self._next_rows is None:
-            stats = self._outer.sequence.stats
+            stats = self._delivery.sequence.stats
             each = max(1, stats.segments // max(1, stats.units))
             plan = self._plan.as_kind(PlanInParts, samples_per_row=each, known=self.known)
-            epoch, start = self._order.epoch, self._outer.start
+            epoch, start = self._order.epoch, self._delivery.start
             self._next_rows, self._row_sums = self.open_rows(plan, self._settings, epoch, start)
         while (delivered := next(self._ready, None)) is None:
             self._ready = iter(self._next_rows())
         errors, remarks = delivered.skipped + self._passed(), delivered.remarks + self._take_remarks()
         if self.sums is not None:
-            self.sums.note(self._order.epoch, self._outer.start + number, self._row_sums.take_next())
+            self.sums.note(self._order.epoch, self._delivery.start + number, self._row_sums.take_next())
         return [delivered._replace(number=number, skipped=errors, remarks=remarks)]
 
-    def _deal(self, own: MeasuredSamples) -> None:
+    def _deal(self, ready: MeasuredSamples) -> None:
         """Tell who builds rows."""
-        self._hold(sum(samples.nbytes for samples in self._made) - self._held_bytes)
+        self._hold(sum(samples.nbytes for samples in self._samples) - self._held_bytes)
         self.known.tell()
 
 

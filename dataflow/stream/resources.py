@@ -185,7 +185,7 @@ class OpenSources:
         """Says how many bytes may be in flight; None: local shards, or actors read."""
         self.caches = OpenCaches(decided.plan, decided.topology)
         keep_bytes = decided.ahead.mapped_bytes
-        opened = [one.source(keep_bytes, self.guards, pause) for one in decided.plan.dataset.sources]
+        opened = [dataset.source(keep_bytes, self.guards, pause) for dataset in decided.plan.dataset.sources]
         self.opened = [self._shared(source, decided, number, 0) for number, source in enumerate(opened)]
         """In the order of a mixture."""
 
@@ -199,7 +199,7 @@ class OpenSources:
             return Inflight(start_bytes=min(start_bytes // share, most), max_bytes=most)
 
         now = pause.running_s if pause else time.perf_counter
-        url = next(url for one in datasets_read(dataset) for url in one.catalog.urls if not is_local(url))
+        url = next(url for part in datasets_read(dataset) for url in part.catalog.urls if not is_local(url))
         name = broker_name("/".join(naming_part(url).split("/")[:3])) if ranks > 1 else None
         if name is None:
             return ReadGate(control(share=ranks), refusals=self._num_refused, now=now)
@@ -216,9 +216,9 @@ class OpenSources:
         """A source, or the `join`-th that is joined to it, with what all share."""
         matches = [
             match.shared(
-                self._shared(match.source, decided, number, at + 1), keeps=(number, at) in decided.kept_bytes
+                self._shared(match.source, decided, number, i + 1), keeps=(number, i) in decided.kept_bytes
             )
-            for at, match in enumerate(source.matches)
+            for i, match in enumerate(source.matches)
         ]
         cache = self.caches.of(number, join)
         return replace(
@@ -228,7 +228,7 @@ class OpenSources:
     @property
     def every(self) -> list[BlockSource]:
         """All sources, and those joined to them."""
-        return [one for source in self.opened for one in (source, *(p.source for p in source.matches))]
+        return [member for source in self.opened for member in (source, *(p.source for p in source.matches))]
 
     def waiting(self) -> str:
         """Return what reads wait for, in words."""

@@ -117,7 +117,7 @@ class Session:
     def stats(self) -> SessionStats:
         """A snapshot; cheap, any thread."""
         sources, (workers, reason) = self.resources.sources, self.resources.choice()
-        own = SessionStats(
+        stats = SessionStats(
             **vars(self._engine.stats()),
             read_bytes=sources.traffic.read_bytes,
             decoded_bytes=sources.traffic.decoded_bytes,
@@ -128,7 +128,7 @@ class Session:
             workers_reason=reason,
             num_workers=self.decided.builders.num_workers,
         )
-        return self._rows[0].stats().with_past(own) if self._rows else own
+        return self._rows[0].stats().with_past(stats) if self._rows else stats
 
     @property
     def mapped_bytes(self) -> int:

@@ -121,11 +121,11 @@ class Stream:
         """Cut batches into chunks, and close what no later batch needs."""
         start = 0
         while start < len(batches):
-            own = batches.between(start, min(start + self._next_chunk, len(batches)))
-            windows = [opened[part.window].window for part in own.parts]
-            chunk = BatchChunk(self._context, plan, own, windows, copies=self._copies)
-            start += len(own)
-            for part in own.parts:
+            chunk_batches = batches.between(start, min(start + self._next_chunk, len(batches)))
+            windows = [opened[part.window].window for part in chunk_batches.parts]
+            chunk = BatchChunk(self._context, plan, chunk_batches, windows, copies=self._copies)
+            start += len(chunk_batches)
+            for part in chunk_batches.parts:
                 opened[part.window].left -= len(part)
                 if opened[part.window].left <= 0 or batches.first + start == plan.num_batches:
                     chunk.closes.append(opened.pop(part.window).window)
