@@ -225,9 +225,9 @@ class Arena:
             leased = [back for back in self._alive if back.slab is not None]
         hidden += [back.slab for back in leased if self._hides and back.on_return is None and back.slab]
         left_out = [slab for slab in hidden if isinstance(slab, _Mapping)]
-        kept = {id(slab) for slab in left_out}
+        left_out_ids = {id(slab) for slab in left_out}
         for back in leased:
-            if isinstance(slab := back.slab, _Mapping) and id(slab) not in kept:
+            if isinstance(slab := back.slab, _Mapping) and id(slab) not in left_out_ids:
                 slab.set_forked(True)
         for slab in left_out:
             slab.set_forked(False)

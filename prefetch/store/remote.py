@@ -52,7 +52,7 @@ class RemoteReader:
             raise truncated(shard, offset, out.nbytes, max(0, shard.size - offset))
         began_s, part_bytes = self._now(), self._settings.part_bytes
         starts = range(0, out.nbytes, part_bytes)
-        parts = [RangePart(at, at, min(at + part_bytes, out.nbytes), began_s) for at in starts]
+        parts = [RangePart(start, start, min(start + part_bytes, out.nbytes), began_s) for start in starts]
         read = RangeRead(shard=shard, offset=offset, out=out, awaited=awaited, began_s=began_s, parts=parts)
         try:
             attempts = self._attempt_until_whole(read)
