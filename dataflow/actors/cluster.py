@@ -113,8 +113,8 @@ class ClusterNodes:
         Where nodes say in which zone they are: in its own, or its region. Nearer still is its own node, whose
         cores are to be relieved: that is treated as any other of the zone. Ray itself avoids nodes with GPUs.
         """
-        own = next((node for node in self.nodes if node["NodeID"] == self.own), None)
-        labels = {} if own is None else own.get("Labels", {})
+        home = next((node for node in self.nodes if node["NodeID"] == self.own), None)
+        labels = {} if home is None else home.get("Labels", {})
         choices = [{"label_selector": {name: labels[name]}} for name in _PLACES if labels.get(name)]
         if not choices:
             return {}
