@@ -98,7 +98,7 @@ class JoinedWindow(StagedWindow):
 
     def __init__(self, window: StagedWindow, matches: Sequence[MatchRows]) -> None:
         super().__init__(window.source, window.arena, window.samples, window.rows)
-        self._own, self._matches = window, matches
+        self._own_window, self._matches = window, matches
         outputs = [(output, rows) for rows in matches for output in rows.outputs]
         self._match_of = {output.name: rows for output, rows in outputs}
         self._match_of |= {output.column: rows for output, rows in outputs if output.column}
@@ -110,13 +110,13 @@ class JoinedWindow(StagedWindow):
 
     @property
     def _windows(self) -> list[StagedWindow]:
-        return [self._own, *(window for rows in self._matches for window in rows.opened.windows)]
+        return [self._own_window, *(window for rows in self._matches for window in rows.opened.windows)]
 
     # ---- the engine's window ------------------------------------------------------------------------
 
     def reads(self) -> Sequence[Task]:
         """Return the reads of all its windows; the last one that ends puts their columns side by side."""
-        tasks = [*self._own.reads(), *(task for rows in self._matches for task in rows.opened.reads())]
+        tasks = [*self._own_window.reads(), *(task for rows in self._matches for task in rows.opened.reads())]
         self._tasks_left = len(tasks)
         return [partial(self._read, task) for task in tasks]
 
@@ -137,7 +137,7 @@ class JoinedWindow(StagedWindow):
 
     def _put_together(self) -> None:
         """Stage the columns of all its windows, which have been read, side by side."""
-        self.staged.update(self._own.staged)
+        self.staged.update(self._own_window.staged)
         for rows in self._matches:
             for output in rows.outputs:
                 self.staged[output.name] = rows.staged(output, self.samples.num_rows, self.arena)
@@ -153,7 +153,7 @@ class JoinedWindow(StagedWindow):
             window.verify()
 
     def _release(self) -> None:
-        self._own.close()
+        self._own_window.close()
         for rows in self._matches:
             rows.opened.close()
 
@@ -183,7 +183,7 @@ class JoinedWindow(StagedWindow):
         """
         match = self._match_of.get(column)
         if match is None:
-            return self._own, rows
+            return self._own_window, rows
         part = match.opened.parts[0]
         own_rows = part.rows[np.searchsorted(_filled(part), rows)] if part.window.mapped else rows
         return part.window, own_rows
@@ -194,15 +194,15 @@ class JoinedWindow(StagedWindow):
         """An error that names the sample of the dataset that the column is of."""
         match = self._match_of.get(column) if column is not None else None
         window: StagedRows
-        window, own_row = (self._own, row) if match is None else match.find(row)
+        window, own_row = (self._own_window, row) if match is None else match.find(row)
         return window.sample_error(own_row, reason, column, stage)
 
     def name_at_once(self, row: int) -> tuple[str, str]:
         """See `StagedWindow.name_at_once`."""
-        return self._own.name_at_once(row)
+        return self._own_window.name_at_once(row)
 
     def _stored(self, ordinal: int) -> memoryview | None:
-        return self._own._stored(ordinal)
+        return self._own_window._stored(ordinal)
 
 
 class MatchStager:

@@ -388,12 +388,12 @@ class RoundRobin:
         self.count = count
         self.active = [True] * count
         first = progress.next_worker if progress.workers else progress.batches
-        self._at = (first + num_sent) % count
+        self._turn = (first + num_sent) % count
 
     def next(self) -> int | None:
         """The next worker; None when all have ended."""
         for _ in range(self.count):
-            worker, self._at = self._at, (self._at + 1) % self.count
+            worker, self._turn = self._turn, (self._turn + 1) % self.count
             if self.active[worker]:
                 return worker
         return None

@@ -176,7 +176,7 @@ class Mappings:
         self._lock = threading.Lock()  # guards what follows
         self._shards: OrderedDict[str, MappedShard] = OrderedDict()
         self._read_before: set[tuple[str, int]] = set()
-        self._kept: OrderedDict[tuple[str, int], tuple[MappedShard, int]] = OrderedDict()
+        self._kept_ranges: OrderedDict[tuple[str, int], tuple[MappedShard, int]] = OrderedDict()
         self._kept_bytes = 0
         self._paged: dict[tuple[str, int], int] = {}
         """Bytes of the ranges that have pages in this process."""
@@ -260,11 +260,11 @@ class Mappings:
             for mapped, offset, length in ranges:
                 key = mapped.shard.url, offset
                 self._forget(key)  # windows that overlap release a block one after the other
-                self._kept[key] = mapped, length
+                self._kept_ranges[key] = mapped, length
                 self._kept_bytes += length
                 self._paged[key] = length
             while self._kept_bytes > self._keep_bytes:
-                key, (shard, nbytes) = self._kept.popitem(last=False)
+                key, (shard, nbytes) = self._kept_ranges.popitem(last=False)
                 self._kept_bytes -= nbytes
                 self._paged.pop(key, None)
                 gone.append((shard, key[1], nbytes))
@@ -273,7 +273,7 @@ class Mappings:
 
     def _forget(self, key: tuple[str, int]) -> bool:
         """Forget a range; return whether it was kept."""
-        kept_range = self._kept.pop(key, None)
+        kept_range = self._kept_ranges.pop(key, None)
         if kept_range is None:
             return False
         self._kept_bytes -= kept_range[1]

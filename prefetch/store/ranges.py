@@ -113,10 +113,10 @@ def read_located(
 
 @dataclass(eq=False)
 class RangePart:
-    """A piece of a range: the bytes [at, end) of the destination are still to come."""
+    """A piece of a range: the bytes [position, end) of the destination are still to come."""
 
     begin: int
-    at: int
+    position: int
     end: int
     heard_s: float
     """The time when its last byte came, or it was asked."""
@@ -124,7 +124,7 @@ class RangePart:
     @property
     def left(self) -> int:
         """Return the number of bytes still to come."""
-        return self.end - self.at
+        return self.end - self.position
 
     def check_whole(self) -> None:
         """Raise `CutBodyError` if bytes are still to come."""
