@@ -43,8 +43,8 @@ def forget_frames(error: BaseException) -> None:
     for known in errors:  # which grows
         known.__traceback__ = None
         inner = known.exceptions if isinstance(known, BaseExceptionGroup) else ()
-        linked = (one for one in (known.__cause__, known.__context__, *inner) if one is not None)
-        errors += [one for one in linked if not any(one is other for other in errors)]
+        linked = (cause for cause in (known.__cause__, known.__context__, *inner) if cause is not None)
+        errors += [cause for cause in linked if not any(cause is other for other in errors)]
 
 
 def failed_in(error: BaseException, caller: CodeType) -> str:

@@ -119,12 +119,12 @@ def failure_of(error: BaseException) -> Failure:
 
     A cause counts because fsspec says `FileNotFoundError` of a server that does not answer, too.
     """
-    for one in _with_causes(error):
-        status = _status(one)
-        kind = _kind_of_type(one) if status is None else _BY_STATUS.get(status)
+    for cause in _with_causes(error):
+        status = _status(cause)
+        kind = _kind_of_type(cause) if status is None else _BY_STATUS.get(status)
         if kind not in (None, "final"):
-            unreachable = kind == "connection" and any(map(_is_unreachable, _with_causes(one)))
-            return Failure(kind, float(getattr(one, "retry_after_s", 0.0)), unreachable)
+            unreachable = kind == "connection" and any(map(_is_unreachable, _with_causes(cause)))
+            return Failure(kind, float(getattr(cause, "retry_after_s", 0.0)), unreachable)
     return Failure("final")
 
 
@@ -138,11 +138,11 @@ def _is_unreachable(error: BaseException) -> bool:
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        yield one
-        one = one.__cause__
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__
 
 
 def _status(error: BaseException) -> int | None:

@@ -103,7 +103,7 @@ class _ActorInputs:
             return values.rows()
         return serialized_rows(chunk, values, error_of)
 
-    def samples(self, made: Any) -> dict[int, Any]:
+    def samples(self, content: Any) -> dict[int, Any]:
         """See `ChunkInputs`: each actor makes those of its own batches."""
         return {}
 

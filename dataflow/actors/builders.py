@@ -181,8 +181,8 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
                     f"by none of the {len(self._actors)} Ray actors asked for so far: each needs a free CPU "
                     "of the cluster and some seconds to start; `ray status` shows what there is"
                 ]
-            builds = [one for one in self._assigned.values() if one.is_active]
-            names = dict.fromkeys(one.builder.name for one in builds if one.builder)
+            builds = [remote for remote in self._assigned.values() if remote.is_active]
+            names = dict.fromkeys(remote.builder.name for remote in builds if remote.builder)
         return [f"in {name}" for name in names]
 
     def stop(self) -> None:
@@ -293,17 +293,17 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         self._kill(actor)  # where only the way to it is lost: nobody would use it any more
         with self._lock:
             self._actors.remove(actor)
-        for one in self._builds_of(actor):
-            self._lose(one, death)
+        for remote in self._builds_of(actor):
+            self._lose(remote, death)
 
-    def _death_error(self, one: _ActorBuild) -> BuilderActorError:
-        plan = chunk_of(one.build).plan
-        names = " and ".join(name for name, _ in one.deaths)
+    def _death_error(self, remote: _ActorBuild) -> BuilderActorError:
+        plan = chunk_of(remote.build).plan
+        names = " and ".join(name for name, _ in remote.deaths)
         failure = BuilderActorError(
             f"batches {plan.first_batch} to {plan.first_batch + len(plan.sizes) - 1} of epoch {plan.epoch} "
             f"are not built: {names} died with them"
         )
-        failure.__cause__ = one.deaths[-1][1]
+        failure.__cause__ = remote.deaths[-1][1]
         return failure
 
     def _is_own_death(self, error: BaseException | None) -> bool:
@@ -335,7 +335,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
 
     def _next_event(self) -> Task:
         """Return what to deal with next: what has come, or that no actor has begun."""
-        waits = self._is_patient and self._failure is None and not any(one.is_ready for one in self._actors)
+        waits = self._is_patient and self._failure is None and not any(peer.is_ready for peer in self._actors)
         try:
             return self._events.get(timeout=_PATIENCE_S if waits else None)
         except queue.Empty:
@@ -344,80 +344,80 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
     def _new(self, build: Build[Delivered]) -> _ActorBuild:
         return _ActorBuild(build=build)
 
-    def _choose(self, one: _ActorBuild, loads: Counter[Any]) -> _Actor | None:
-        needs, ready = _window_names(one), [actor for actor in self._actors if actor.is_ready]
+    def _choose(self, remote: _ActorBuild, loads: Counter[Any]) -> _Actor | None:
+        needs, ready = _window_names(remote), [actor for actor in self._actors if actor.is_ready]
         # Of several that have as little to do one that has had a window of the chunk.
         return min(ready, key=lambda actor: (loads[actor], actor.windows.isdisjoint(needs)), default=None)
 
-    def _content(self, one: _ActorBuild) -> tuple[Any, ...]:
-        chunk = chunk_of(one.build)
+    def _content(self, remote: _ActorBuild) -> tuple[Any, ...]:
+        chunk = chunk_of(remote.build)
         if not self._serializes:
-            return read_plan(chunk.plan, chunk.rows), one.num_added, (), None
+            return read_plan(chunk.plan, chunk.rows), remote.num_added, (), None
         context, outputs = self._context, staged_outputs(self._context.settings.outputs)
         with context.guards.loading():
             serialized, memory = serialize(chunk.plan, chunk.rows, outputs, context.arena)
-        return serialized, one.num_added, (), memory  # which Ray's store has once it is sent
+        return serialized, remote.num_added, (), memory  # which Ray's store has once it is sent
 
-    def _send(self, one: _ActorBuild, kind: int, content: Any = None) -> None:
-        actor, memory = one.builder, None
+    def _send(self, remote: _ActorBuild, kind: int, content: Any = None) -> None:
+        actor, memory = remote.builder, None
         if kind == WorkerMessage.TASK:
-            actor.windows = _window_names(one)
+            actor.windows = _window_names(remote)
             *content, memory = content  # an argument of its own, which Ray's store takes
         method = actor.handle.handle.options(num_returns=2)
-        response, packed = method.remote(kind, one.build.number, content, memory)
+        response, packed = method.remote(kind, remote.build.number, content, memory)
         # By its number: what Ray still refers to when we are closed must not keep the chunk's memory.
-        self._when_there(response.future(), partial(self._charge, one.build.number, actor, packed))
+        self._when_there(response.future(), partial(self._charge, remote.build.number, actor, packed))
 
     def _charge(
         self, number: int, actor: _Actor, packed: Any, response: futures.Future[ActorResponse]
     ) -> None:
         """An actor has said how much it has to deliver: take credits, and ask for it."""
-        one = self._build_of(number, actor, response)
-        if one is None:
+        remote = self._build_of(number, actor, response)
+        if remote is None:
             return
         head = response.result()
         self._traffic.add(*head.counts)
-        more_bytes = rounded_bytes(head.nbytes) - one.charged_bytes
+        more_bytes = rounded_bytes(head.nbytes) - remote.charged_bytes
         # Built anew, it has its credits already, and maybe a few bytes too many of them.
         if head.kind == WorkerResult.BATCH and more_bytes > 0:
-            one.charged_bytes += more_bytes
-            one.build.add(PartialChunk(slot_bytes=more_bytes))
+            remote.charged_bytes += more_bytes
+            remote.build.add(PartialChunk(slot_bytes=more_bytes))
         self._when_there(packed.future(), partial(self._take, number, actor, head))
 
     def _build_of(self, number: int, actor: _Actor, result: futures.Future[Any]) -> _ActorBuild | None:
         """The build of a chunk that a result has come of; None: none has, or the actor has it no more."""
         with self._lock:
-            one = self._assigned.get(number)
-        if one is not None and one.builder is not actor:
-            one = None
+            remote = self._assigned.get(number)
+        if remote is not None and remote.builder is not actor:
+            remote = None
         error = result.exception()
         if not isinstance(error, self._ray.exceptions.RayTaskError):
             if error is not None:
                 self._lose_actor(actor, error)
-        elif one is not None:  # a fault of ours: it would come each time
-            self._end(one, error)
-        return one if error is None else None
+        elif remote is not None:  # a fault of ours: it would come each time
+            self._end(remote, error)
+        return remote if error is None else None
 
     def _take(self, number: int, actor: _Actor, head: ActorResponse, packed: futures.Future[Any]) -> None:
         """Take what an actor delivers: copied, since Ray's memory is read-only and has to go back."""
-        one = self._build_of(number, actor, packed)
-        if one is None:
+        remote = self._build_of(number, actor, packed)
+        if remote is None:
             return
         is_charged = head.kind == WorkerResult.BATCH
-        give_back = self._context.on_return(one.charged_bytes) if is_charged else None
+        give_back = self._context.on_return(remote.charged_bytes) if is_charged else None
         slot = self._context.arena.lease(head.nbytes, give_back)
         np.copyto(slot, packed.result())
         obj = unpack(slot, *head.layout)
         del slot, packed
         if is_charged:
-            one.charged_bytes = 0
+            remote.charged_bytes = 0
             # What the actor makes it makes in memory of its own; arrays of it lie in the slot here.
             obj = obj._replace(heap_bytes=max(0, obj.heap_bytes - head.nbytes), made_bytes=0)
-        self._take_response(one, head.kind, obj)
+        self._take_response(remote, head.kind, obj)
 
 
-def _window_names(one: _ActorBuild) -> frozenset[tuple[int, int]]:
-    windows = chunk_of(one.build).needs
+def _window_names(remote: _ActorBuild) -> frozenset[tuple[int, int]]:
+    windows = chunk_of(remote.build).needs
     return frozenset((window.source_number, window.samples.blocks[0].number) for window in windows)
 
 

@@ -79,14 +79,14 @@ class ClusterNodes:
 
     nodes: Sequence[Mapping[str, Any]]
     """The nodes, as `ray.nodes()` describes them."""
-    own: str
+    home_id: str
     """Id of the node that the training process is on."""
 
     @classmethod
     def of(cls, ray: Any) -> ClusterNodes:
         """Return the nodes of the cluster that this process is connected to."""
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        return cls(nodes=nodes, own=ray.get_runtime_context().get_node_id())
+        return cls(nodes=nodes, home_id=ray.get_runtime_context().get_node_id())
 
     @property
     def num_cpus(self) -> int:
@@ -113,8 +113,8 @@ class ClusterNodes:
         Where nodes say in which zone they are: in its own, or its region. Nearer still is its own node, whose
         cores are to be relieved: that is treated as any other of the zone. Ray itself avoids nodes with GPUs.
         """
-        own = next((node for node in self.nodes if node["NodeID"] == self.own), None)
-        labels = {} if own is None else own.get("Labels", {})
+        home = next((node for node in self.nodes if node["NodeID"] == self.home_id), None)
+        labels = {} if home is None else home.get("Labels", {})
         choices = [{"label_selector": {name: labels[name]}} for name in _PLACES if labels.get(name)]
         if not choices:
             return {}

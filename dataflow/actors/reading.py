@@ -126,12 +126,12 @@ def read_plan(plan: ChunkPlan, rows: ChunkRows) -> ReadPlan:
         assert isinstance(window, PlannedWindow)
         first_row = window.samples.first_row
         ordinals = np.searchsorted(first_row, part.rows, side="right") - 1
-        used, own = np.unique(ordinals, return_inverse=True)
+        used, positions = np.unique(ordinals, return_inverse=True)
         read = ReadPlanPart(
             source=window.source_number,
             epoch=window.source_epoch,
             blocks=window.numbers[used],
-            ordinals=own,
+            ordinals=positions,
             rows=part.rows - first_row[ordinals],
             chunk_rows=every[part.chunk_rows],
             whole=window.whole,

@@ -223,10 +223,10 @@ class _Room:
         if length_s is not None and 0 <= length_s * self._stored_rate <= _MOST_OF_A_BYTE * len(data):
             self.check(int(length_s * self._rate) // 2)  # some headers only guess
         if ratio > _ODD_RATIO:
-            own = decoders().AudioDecoder(as_tensor(data), num_channels=1)
+            decoder = decoders().AudioDecoder(as_tensor(data), num_channels=1)
             most = int(self._most_bytes / self._each / ratio)
             stored = _array(
-                own.get_samples_played_in_range(stop_seconds=self._end_s(most, self._stored_rate))
+                decoder.get_samples_played_in_range(stop_seconds=self._end_s(most, self._stored_rate))
             )
             self.check(int(stored.shape[1] * ratio))
 

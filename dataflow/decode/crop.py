@@ -67,10 +67,10 @@ def center_boxes(
     """
     shorter = np.minimum(widths, heights)
     boxes = np.empty((len(widths), 4))
-    for axis, (lengths, wanted) in enumerate(((heights, size[0]), (widths, size[1]))):
+    for axis, (lengths, target) in enumerate(((heights, size[0]), (widths, size[1]))):
         resized = (resize_shorter * lengths / shorter).astype(np.int64)
-        boxes[:, axis] = np.rint((resized - wanted) / 2) * lengths / resized
-        boxes[:, axis + 2] = wanted * lengths / resized
+        boxes[:, axis] = np.rint((resized - target) / 2) * lengths / resized
+        boxes[:, axis + 2] = target * lengths / resized
     return boxes
 
 

@@ -123,12 +123,12 @@ class EpisodeVideos:
         frames: dict[int, Ints] = {}
         for row in rows.tolist():
             try:
-                at = rule.moments(float(seconds[row]), int(self.num_frames[episodes[row]]), self.fps)
+                moments = rule.moments(float(seconds[row]), int(self.num_frames[episodes[row]]), self.fps)
             except ValueError as error:
                 values[row] = with_reason(str(error))
                 continue
             # The middle of a frame: times that were added up in float32 are off by a little.
-            frames[row] = index.at(self.begin_s[episodes[row]] + (at + 0.5) / self.fps)
+            frames[row] = index.at(self.begin_s[episodes[row]] + (moments + 0.5) / self.fps)
         if not frames:
             return
         needed = needed_frames(index, index.shown[np.unique(np.concatenate([*frames.values()]))])
@@ -139,9 +139,9 @@ class EpisodeVideos:
             low, data = held[int(np.searchsorted(lows, offset, side="right")) - 1]
             return data[offset - low : offset - low + nbytes]
 
-        for row, own in frames.items():
+        for row, row_frames in frames.items():
             try:
-                values[row] = rule.cut_by(index, own, read_held, shard.size)
+                values[row] = rule.cut_by(index, row_frames, read_held, shard.size)
             except ValueError as error:
                 values[row] = with_reason(f"{shard.url}: {error}")
 

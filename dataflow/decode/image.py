@@ -266,7 +266,7 @@ def decode_images(
         ValueError: `out` has another shape, dtype or memory layout; draws are missing.
         MissingImageSupportError: the extra `image` is not installed.
     """
-    codec, wanted = _codec(), spec.height_width
+    codec, target = _codec(), spec.height_width
     _check_out(spec, out, len(images))
     sizes, failed = _sizes(images, spec.max_pixels)
     boxes: list[list[float]] = spec.boxes(sizes, draws).tolist()
@@ -278,7 +278,7 @@ def decode_images(
     for i, (size, box) in enumerate(zip(sizes.tolist(), boxes, strict=True)):
         try:
             if i not in failed:
-                pixels, shrink, odd = codec.decode_part(images[i], size, box, wanted, how)
+                pixels, shrink, odd = codec.decode_part(images[i], size, box, target, how)
                 part = (0.0, 0.0, *size) if looks_beside else box
                 resize(pixels, _crop_box(box, part, shrink, flip=flips[i]), out[i])
                 if odd:
@@ -388,11 +388,11 @@ def _check_out(spec: Image, out: Sequence[NDArray[Any]] | NDArray[Any], n: int) 
     shape, dtype = spec.shape, spec.dtype
     if len(out) != n:
         raise ValueError(f"out must be C-contiguous {dtype} {shape} for each of {n} images, got {len(out)}")
-    for own in out:
-        if own.shape != shape or own.dtype != dtype or not own.flags.c_contiguous:
+    for place in out:
+        if place.shape != shape or place.dtype != dtype or not place.flags.c_contiguous:
             raise ValueError(
-                f"out must be C-contiguous {dtype} {shape} for each image, got {own.dtype} {own.shape} "
-                f"with strides {own.strides}"
+                f"out must be C-contiguous {dtype} {shape} for each image, got {place.dtype} {place.shape} "
+                f"with strides {place.strides}"
             )
 
 

@@ -142,7 +142,7 @@ def _decode_jpeg(decode: Callable[..., Pixels], data: Pixels, strict: bool | Non
 
 
 def decode_part(
-    data: Pixels, size: tuple[int, int], box: tuple[float, ...], wanted: tuple[int, int], how: Decoding
+    data: Pixels, size: tuple[int, int], box: tuple[float, ...], target: tuple[int, int], how: Decoding
 ) -> Decoded:
     """Decode an image of which a part becomes a result.
 
@@ -150,7 +150,7 @@ def decode_part(
         data: the encoded bytes, 1-D.
         size: (height, width) as `image_size` gave it.
         box: the part: top, left, height, width.
-        wanted: (height, width) of the result.
+        target: (height, width) of the result.
         how: colour, speed and strictness.
 
     Raises:
@@ -158,7 +158,7 @@ def decode_part(
     """
     shrink = 1
     if how.fast and is_jpeg(data):  # the greatest halving that leaves the part as large as the result
-        shrink = next((s for s in (8, 4, 2) if box[2] >= s * wanted[0] and box[3] >= s * wanted[1]), 1)
+        shrink = next((s for s in (8, 4, 2) if box[2] >= s * target[0] and box[3] >= s * target[1]), 1)
     return decode_pixels(data, size, how, shrink)
 
 
@@ -175,7 +175,7 @@ def _decode_other(data: Pixels, *, gray: bool) -> Pixels:
 def _webp_size(head: bytes) -> tuple[int, int]:
     kind = head[12:16]
     if kind == b"VP8X":
-        width, height = (int.from_bytes(head[at : at + 3], "little") + 1 for at in (24, 27))
+        width, height = (int.from_bytes(head[offset : offset + 3], "little") + 1 for offset in (24, 27))
     elif kind == b"VP8L":
         bits = int.from_bytes(head[21:25], "little")
         width, height = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1

@@ -98,14 +98,14 @@ def frames_of(data: Bytes) -> tuple[Bytes, Ints, Ints] | None:
 
     Raises `ValueError` with the reason where nothing could be cut.
     """
-    at = len(_MARK) + 8
-    if len(data) < at or data[: len(_MARK)].tobytes() != _MARK:
+    start = len(_MARK) + 8
+    if len(data) < start or data[: len(_MARK)].tobytes() != _MARK:
         return None
-    count = struct.unpack("<q", data[len(_MARK) : at].tobytes())[0]
+    count = struct.unpack("<q", data[len(_MARK) : start].tobytes())[0]
     if count < 0:
-        raise ValueError(data[at:].tobytes().decode(errors="replace"))
-    numbers, ticks = np.frombuffer(data[at : at + 16 * count].tobytes(), "<i8").reshape(2, count)
-    return data[at + 16 * count :], numbers, ticks
+        raise ValueError(data[start:].tobytes().decode(errors="replace"))
+    numbers, ticks = np.frombuffer(data[start : start + 16 * count].tobytes(), "<i8").reshape(2, count)
+    return data[start + 16 * count :], numbers, ticks
 
 
 def begins_at(room: float, position: str, draws: Draws | None) -> float:

@@ -64,8 +64,8 @@ class FrameIndex:
     def at(self, seconds: NDArray[np.float64]) -> Ints:
         """Return which of the frames shown is seen at each time, to half a tick; the first before all."""
         ticks = np.floor(seconds * self.ticks_per_s + 0.5).astype(np.int64)
-        found = np.searchsorted(self.times[self.shown], ticks, side="right") - 1
-        return np.maximum(found, 0)
+        index = np.searchsorted(self.times[self.shown], ticks, side="right") - 1
+        return np.maximum(index, 0)
 
 
 def read_index(read: ReadBytes, length: int) -> FrameIndex | None:
@@ -86,8 +86,8 @@ def cut(index: FrameIndex, frames: Ints, read: ReadBytes, length: int) -> tuple[
     Gives its bytes, and of each of `frames` its number in the clip, in the order in which they are shown, and
     its time, in ticks of `CLIP_TICKS` a second. Raises `ValueError` where the file ends before them.
     """
-    wanted = index.shown[frames]
-    chosen = needed_frames(index, wanted)
+    numbers = index.shown[frames]
+    chosen = needed_frames(index, numbers)
     starts, sizes = _ranges(index, chosen, length)
     head, ranks, shown_at = _clip_head(index, chosen)
     out = np.empty(len(head) + int(sizes.sum()), np.uint8)
@@ -99,8 +99,8 @@ def cut(index: FrameIndex, frames: Ints, read: ReadBytes, length: int) -> tuple[
         for i in range(first, end):
             begin = int(starts[i]) - low
             out[offsets[i] : offsets[i] + sizes[i]] = data[begin : begin + int(sizes[i])]
-    at = np.searchsorted(chosen, wanted)
-    return out, ranks[at], shown_at[at]
+    positions = np.searchsorted(chosen, numbers)
+    return out, ranks[positions], shown_at[positions]
 
 
 # ---- reading ----------------------------------------------------------------------------------------------
@@ -161,12 +161,12 @@ def _boxes(data: bytes, start: int = 0) -> Iterator[tuple[bytes, bytes]]:
         start += size
 
 
-def _table(body: bytes, dtype: str, *, at: int = 4) -> Ints:
-    """The entries of a table as int64, [n], or [n, fields]; their number stands at `at`."""
-    count, entry = struct.unpack_from(">I", body, at)[0], np.dtype(dtype)
-    if at + 4 + count * entry.itemsize > len(body):
+def _table(body: bytes, dtype: str, *, offset: int = 4) -> Ints:
+    """The entries of a table as int64, [n], or [n, fields]; their number stands at `offset`."""
+    count, entry = struct.unpack_from(">I", body, offset)[0], np.dtype(dtype)
+    if offset + 4 + count * entry.itemsize > len(body):
         raise ValueError(f"a table of {count:,} entries in a box of {len(body):,} bytes")
-    rows = np.frombuffer(body, entry, count, at + 4)
+    rows = np.frombuffer(body, entry, count, offset + 4)
     if entry.names is None:
         return rows.astype(np.int64)
     return np.stack([rows[name].astype(np.int64) for name in entry.names], axis=1)
@@ -192,13 +192,13 @@ _NESTED = (b"mdia", b"minf", b"stbl", b"edts", b"dinf")
 
 def _track_boxes(body: bytes) -> dict[bytes, bytes]:
     """All boxes of a track by kind, whatever they lie in."""
-    found: dict[bytes, bytes] = {}
+    boxes: dict[bytes, bytes] = {}
     for kind, inner in _boxes(body):
         if kind in _NESTED:
-            found.update(_track_boxes(inner))
+            boxes.update(_track_boxes(inner))
         else:
-            found.setdefault(kind, inner)
-    return found
+            boxes.setdefault(kind, inner)
+    return boxes
 
 
 _KEPT = (b"mvhd", b"tkhd", b"mdhd", b"hdlr", b"vmhd", b"dref", b"stsd")
@@ -259,7 +259,7 @@ def _ticks(header: bytes) -> int:
 def _sizes(body: bytes, length: int) -> Ints:
     same, count = struct.unpack_from(">II", body, 4)
     if not same:
-        return _table(body, ">u4", at=8)
+        return _table(body, ">u4", offset=8)
     if same * count > length:
         raise ValueError(f"{count:,} frames of {same:,} bytes in {length:,} bytes")
     return np.full(count, same, np.int64)
@@ -309,15 +309,15 @@ def _edit(body: bytes, ticks: int, movie_ticks: int) -> tuple[int, int, int] | N
 # ---- cutting ----------------------------------------------------------------------------------------------
 
 
-def needed_frames(index: FrameIndex, wanted: Ints) -> Ints:
+def needed_frames(index: FrameIndex, frames: Ints) -> Ints:
     """The frames that must be decoded for some, ascending: each one's, from a key frame before it on."""
-    at = np.searchsorted(index.keys, wanted, side="right") - 1
+    groups = np.searchsorted(index.keys, frames, side="right") - 1
     # Shown before the key frame that it follows, a frame may need the group before.
-    leads = index.times[wanted] < index.times[index.keys[at]]
-    at = np.maximum(at - leads, 0)
+    leads = index.times[frames] < index.times[index.keys[groups]]
+    groups = np.maximum(groups - leads, 0)
     depth = np.zeros(len(index.sizes) + 1, np.int64)
-    np.add.at(depth, index.keys[at], 1)
-    np.add.at(depth, np.minimum(wanted + 1 + index.trailing, len(index.sizes)), -1)
+    np.add.at(depth, index.keys[groups], 1)
+    np.add.at(depth, np.minimum(frames + 1 + index.trailing, len(index.sizes)), -1)
     needed: Ints = np.flatnonzero(np.cumsum(depth)[:-1] > 0)
     return needed
 

@@ -67,17 +67,17 @@ def stored_numbers(column: Spans, *, dtype: str, shape: tuple[int, ...]) -> tupl
     values = np.zeros((len(column), *shape), dtype)
     values[good] = numbers_at(column.buffer.view(np.uint8), column.starts[good], dtype, shape)
     bad = np.flatnonzero(column.lengths != width).tolist() if len(good) < len(column) else ()
-    told = {
+    reasons = {
         row: LACKING if column.lengths[row] < 0 else f"it has not the {width} bytes of others" for row in bad
     }
-    return values, list(told.items())
+    return values, list(reasons.items())
 
 
 def _right_aligned(column: Spans, width: int) -> Bytes:
     """The values as rows [n, width] of characters, filled with blanks on the left."""
-    at = column.starts[:, None] + column.lengths[:, None] - np.arange(width, 0, -1)
-    inside = at >= column.starts[:, None]
-    return np.where(inside, column.buffer.view(np.uint8)[np.where(inside, at, 0)], np.uint8(32))
+    offsets = column.starts[:, None] + column.lengths[:, None] - np.arange(width, 0, -1)
+    inside = offsets >= column.starts[:, None]
+    return np.where(inside, column.buffer.view(np.uint8)[np.where(inside, offsets, 0)], np.uint8(32))
 
 
 def _parse_each(parse: Callable[[bytes], Any], column: Spans, dtype: type) -> tuple[Array, BadRows]:

@@ -144,8 +144,8 @@ class Video:
     def cut_by(self, index: FrameIndex, frames: Ints, read: ReadBytes, length: int) -> Bytes:
         """Some of the frames shown of an MP4. Raises `ValueError` where it lacks them."""
         clip, numbers, ticks = cut(index, np.unique(frames), read, length)
-        at = np.unique(frames, return_inverse=True)[1]
-        return with_frames(clip, numbers[at], ticks[at])
+        positions = np.unique(frames, return_inverse=True)[1]
+        return with_frames(clip, numbers[positions], ticks[positions])
 
     def decode(
         self,
@@ -193,30 +193,30 @@ class Video:
         Beyond the episode `pad` says what is seen: its first or last frame, or its other end ("loop").
         Raises `ValueError` where it does not say.
         """
-        wanted = self._wanted(np.float64(at_s), fps)
+        numbers = self._wanted(np.float64(at_s), fps)
         if self.pad == "error" and self.beyond(np.float64(at_s), np.int64(count), fps).any():
             raise ValueError(
-                f"the clip reaches beyond its episode of {count / fps:.3f} s: from {wanted[0] / fps:.3f} s "
-                f"to {wanted[-1] / fps:.3f} s; Video(pad='last') repeats the frames at its ends, "
+                f"the clip reaches beyond its episode of {count / fps:.3f} s: from {numbers[0] / fps:.3f} s "
+                f"to {numbers[-1] / fps:.3f} s; Video(pad='last') repeats the frames at its ends, "
                 "'loop' goes around"
             )
-        inside = wanted % count if self.pad == "loop" else wanted
+        inside = numbers % count if self.pad == "loop" else numbers
         moments: NDArray[np.float64] = np.floor(np.clip(inside, 0, count - 1) + 1e-3)
         return moments
 
     def beyond(self, at_s: Numbers, count: Numbers, fps: float) -> NDArray[np.bool_]:
         """Return which frames of clips at times in episodes of `count` frames are padding, [..., frames]."""
-        wanted = self._wanted(at_s, fps)
-        return (wanted < -0.5) | (wanted > np.asarray(count)[..., None] - 0.5)
+        numbers = self._wanted(at_s, fps)
+        return (numbers < -0.5) | (numbers > np.asarray(count)[..., None] - 0.5)
 
     def _wanted(self, at_s: Numbers, fps: float) -> NDArray[np.float64]:
         """Frames of clips about times, from the first of the episode, which may lack them: [..., frames]."""
         frames = self.frames or 1
         before = {"start": 0, "middle": (frames - 1) // 2, "end": frames - 1}[self.clip]
-        wanted: NDArray[np.float64] = np.rint(np.asarray(at_s) * fps)[..., None] + (
+        numbers: NDArray[np.float64] = np.rint(np.asarray(at_s) * fps)[..., None] + (
             (np.arange(frames) - before) * (fps / (self.fps or fps))
         )
-        return wanted
+        return numbers
 
     # ---- padding --------------------------------------------------------------------------------------
 

@@ -158,18 +158,18 @@ class KeyMatch:
     report: JoinReport
 
 
-def match_sides(own: JoinSide, other: JoinSide, *, amplification: float) -> KeyMatch:
+def match_sides(side: JoinSide, other: JoinSide, *, amplification: float) -> KeyMatch:
     """Find the match of each sample of the first in the second. Reads both key columns; closes the readers.
 
     Warns of samples without a match. Raises `ValueError` for keys that repeat in the second, keys of unlike
     types, datasets that have none in common, and reads beyond `amplification`.
     """
-    with closing(own.source.reader), closing(other.source.reader):
-        keys, others = own.keys(), other.keys()
-    own_numbers, other_numbers = own.numbers(), other.numbers()
+    with closing(side.source.reader), closing(other.source.reader):
+        keys, others = side.keys(), other.keys()
+    own_numbers, other_numbers = side.numbers(), other.numbers()
     if keys.type != others.type:
         raise ValueError(
-            f"keys of unlike types never match: {own.on!r} holds {_kind(keys)}, {other.on!r} "
+            f"keys of unlike types never match: {side.on!r} holds {_kind(keys)}, {other.on!r} "
             f"{_kind(others)}; write one of them as the other's type, or name other columns by on=(..., ...)"
         )
     _refuse_duplicates(other, others, other_numbers)
@@ -177,19 +177,19 @@ def match_sides(own: JoinSide, other: JoinSide, *, amplification: float) -> KeyM
     has_match = index != NO_MATCH
     if not has_match.any():
         raise ValueError(
-            f"no key in {own.on!r} is one in {other.on!r}; the first are "
+            f"no key in {side.on!r} is one in {other.on!r}; the first are "
             f"{_key(keys, 0)} and {_key(others, 0)}"
         )
     matches = MatchTable.between(
-        own_numbers[has_match], other_numbers[index[has_match]], own.catalog.blocks, other.catalog.blocks
+        own_numbers[has_match], other_numbers[index[has_match]], side.catalog.blocks, other.catalog.blocks
     )
     is_unused = np.ones(len(others), np.bool_)
     is_unused[index[has_match]] = False
     report = JoinReport(
-        on=(own.on, other.on),
+        on=(side.on, other.on),
         num_samples=int(has_match.sum()),
         without_match=int((~has_match).sum()),
-        first_without_match=_named(own, keys, own_numbers, ~has_match),
+        first_without_match=_named(side, keys, own_numbers, ~has_match),
         unused=int(is_unused.sum()),
         first_unused=_named(other, others, other_numbers, is_unused),
         amplification=matches.amplification,
@@ -202,13 +202,13 @@ def match_sides(own: JoinSide, other: JoinSide, *, amplification: float) -> KeyM
             f"{listed(report.first_without_match)}{' ...' if report.without_match > _NAMED else ''}",
             stacklevel=4,
         )
-    return KeyMatch(selection=own.selection.at(np.flatnonzero(has_match)), matches=matches, report=report)
+    return KeyMatch(selection=side.selection.at(np.flatnonzero(has_match)), matches=matches, report=report)
 
 
 def _refuse_duplicates(side: JoinSide, keys: pa.Array, numbers: NDArray[np.int64]) -> None:
     count, where = duplicates(keys)
     if count:
-        shards = " and ".join(dict.fromkeys(side.shard_of(int(numbers[at])) for at in where[:2]))
+        shards = " and ".join(dict.fromkeys(side.shard_of(int(numbers[index])) for index in where[:2]))
         raise ValueError(
             f"{count:,} keys in {side.on!r} come more than once, so nothing says which sample is meant: "
             f"{_key(keys, int(where[0]))} comes {len(where)} times, in {shards}; make keys unique, or leave "
@@ -231,11 +231,11 @@ def _named(
     side: JoinSide, keys: pa.Array, numbers: NDArray[np.int64], which: NDArray[np.bool_]
 ) -> tuple[str, ...]:
     first: Sequence[int] = np.flatnonzero(which)[:_NAMED].tolist()
-    return tuple(f"{_key(keys, at)} in {side.shard_of(int(numbers[at]))}" for at in first)
+    return tuple(f"{_key(keys, index)} in {side.shard_of(int(numbers[index]))}" for index in first)
 
 
-def _key(keys: pa.Array, at: int) -> str:
-    value = keys[at].as_py()
+def _key(keys: pa.Array, index: int) -> str:
+    value = keys[index].as_py()
     return repr(value.decode(errors="backslashreplace") if isinstance(value, bytes) else value)
 
 
@@ -244,13 +244,13 @@ def _kind(keys: pa.Array) -> str:
 
 
 def columns_beside(
-    own: Sequence[Output], others: Sequence[Output], on: tuple[str, ...], suffix: str | None
+    outputs: Sequence[Output], others: Sequence[Output], on: tuple[str, ...], suffix: str | None
 ) -> tuple[Output, ...]:
     """The columns that another dataset brings along, under the names that they are delivered by.
 
     A mask is called after its column. Raises `ValueError` for names that both deliver.
     """
-    names = {output.name for output in own}
+    names = {output.name for output in outputs}
     if on[0] == on[1]:  # the key itself is the same value twice
         others = [o for o in others if o.name not in names or (o.name, o.sources) != (on[0], (on[0],))]
     clashing = [output.name for output in others if output.name in names]
@@ -274,7 +274,7 @@ def columns_beside(
 
 
 def match_datasets(
-    own: Any, other: Any, on: str | tuple[str, str], *, suffix: str | None, amplification: float
+    base: Any, other: Any, on: str | tuple[str, str], *, suffix: str | None, amplification: float
 ) -> tuple[tuple[Output, ...], KeyMatch]:
     """The columns that one `ShardedDataset` brings to another, and the matches; as `ShardedDataset.join`."""
     names = (on, on) if isinstance(on, str) else tuple(on)
@@ -285,7 +285,7 @@ def match_datasets(
             "the dataset that is joined has a transform= or batch_transform=, which would not be called: "
             "give it to the one it is joined to, whose transform gets the joined sample"
         )
-    if any(output.clip_bytes is not None for output in (*own.outputs, *other.outputs)):
+    if any(output.clip_bytes is not None for output in (*base.outputs, *other.outputs)):
         raise ValueError(
             "cameras of a LeRobot dataset are not joined to anything yet: leave them out by columns="
         )
@@ -293,8 +293,8 @@ def match_datasets(
         raise ValueError("the dataset that is joined is balanced: call balanced() on the joined one")
     if other.joins:
         raise ValueError("the dataset that is joined is itself joined: write a.join(b).join(c)")
-    outputs = columns_beside(own.outputs, other.outputs, names, suffix)
+    outputs = columns_beside(base.outputs, other.outputs, names, suffix)
     sides = [
-        JoinSide(one.source(), one.selection, name) for one, name in zip((own, other), names, strict=True)
+        JoinSide(side.source(), side.selection, name) for side, name in zip((base, other), names, strict=True)
     ]
     return outputs, match_sides(*sides, amplification=amplification)

@@ -87,13 +87,13 @@ class MatchTable:
     """Bytes of the other's blocks that are read in file order over those of all blocks that hold matches."""
 
     @classmethod
-    def between(cls, own: Ints, matches: Ints, table: BlockTable, other: BlockTable) -> MatchTable:
+    def between(cls, samples: Ints, matches: Ints, table: BlockTable, other: BlockTable) -> MatchTable:
         """Make the table from numbers of samples with a match, ascending, and of their matches, [n] each."""
         total, most = int(table.num_samples.sum()), int(other.num_samples.sum())
         numbers = np.full(total, NO_MATCH, np.int32 if most < 1 << 31 else np.int64)
-        numbers[own] = matches
+        numbers[samples] = matches
         numbers.setflags(write=False)
-        own_block, other_block = blocks_of(table, own), blocks_of(other, matches)
+        own_block, other_block = blocks_of(table, samples), blocks_of(other, matches)
         read, once = reads_in_file_order(own_block, other_block, other.length)
         pairs = _pairs(own_block, other_block)
         return cls(
@@ -134,18 +134,18 @@ def _pairs(first: Ints, second: Ints) -> tuple[Ints, Ints]:
     return both[0], both[1]
 
 
-def reads_in_file_order(own: Ints, other: Ints, nbytes: Ints) -> tuple[int, int]:
+def reads_in_file_order(blocks: Ints, other: Ints, nbytes: Ints) -> tuple[int, int]:
     """Bytes that are read of another dataset beside one that is read block by block, and bytes of it once.
 
     One block is carried over from each block to the next, so an order that is alike reads nothing twice.
 
     Args:
-        own: [n] the block of each sample, ascending.
+        blocks: [n] the block of each sample, ascending.
         other: [n] that of its match.
         nbytes: [blocks] of the other.
     """
-    read = int(nbytes[_pairs(own, other)[1]].sum())
-    last = np.flatnonzero(np.diff(own))
+    read = int(nbytes[_pairs(blocks, other)[1]].sum())
+    last = np.flatnonzero(np.diff(blocks))
     carried = other[last][other[last] == other[last + 1]]
     return read - int(nbytes[carried].sum()), int(nbytes[np.unique(other)].sum())
 

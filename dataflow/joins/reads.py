@@ -21,13 +21,13 @@ _KEPT_IN_LIMIT = 4
 
 def kept_bytes(plan: Any, memory_limit: int) -> dict[tuple[int, int], int]:
     """(Source, number of what is joined to it) -> bytes of all its blocks, for those that stay."""
-    kept: dict[tuple[int, int], int] = {}
+    sizes: dict[tuple[int, int], int] = {}
     for number, source in enumerate(plan.dataset.sources):
-        for at, join in enumerate(source.joins_used):
+        for index, join in enumerate(source.joins_used):
             nbytes = _bytes_in_memory(join)
-            if not join.other.reads_values and sum(kept.values()) + nbytes <= memory_limit // _KEPT_IN_LIMIT:
-                kept[number, at] = nbytes
-    return kept
+            if not join.other.reads_values and sum(sizes.values()) + nbytes <= memory_limit // _KEPT_IN_LIMIT:
+                sizes[number, index] = nbytes
+    return sizes
 
 
 def _bytes_in_memory(join: Join) -> int:
@@ -41,13 +41,13 @@ def _bytes_in_memory(join: Join) -> int:
 
 def check_reads(plan: Any, memory_limit: int) -> None:
     """Raise `ValueError` where an epoch reads a joined dataset more often than its join allows."""
-    kept = kept_bytes(plan, memory_limit)
+    residents = kept_bytes(plan, memory_limit)
     if plan.shuffle.kind == "full" or plan.shuffle.is_file_order:
         return  # one read a sample, as it says; what file order takes was checked by the join
     for number, source in enumerate(plan.dataset.sources):
         used: Sequence[Join] = source.joins_used
-        for at, join in enumerate(used):
-            if join.other.reads_values or (number, at) in kept:
+        for index, join in enumerate(used):
+            if join.other.reads_values or (number, index) in residents:
                 continue
             shuffle = plan.shuffle.of_source(number)
             order = source.windows(0, shuffle, seed=plan.seed)

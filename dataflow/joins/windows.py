@@ -61,9 +61,9 @@ class MatchRows:
     def find(self, row: int) -> tuple[StagedRows, int]:
         """The window that holds the match of a row, and its row there."""
         for part in self.opened.parts:
-            at = int(np.searchsorted(_filled(part), row))
-            if at < len(part.rows) and _filled(part)[at] == row:
-                return part.window, int(part.rows[at])
+            index = int(np.searchsorted(_filled(part), row))
+            if index < len(part.rows) and _filled(part)[index] == row:
+                return part.window, int(part.rows[index])
         raise KeyError(row)
 
     def staged(self, output: StagedOutput, num_rows: int, arena: Arena) -> StagedArray | StagedSpans:
@@ -71,8 +71,8 @@ class MatchRows:
         parts = self.opened.parts
         first = parts[0].window.staged[output.name]
         if isinstance(first, StagedSpans):
-            at = parts[0].rows[0]
-            column = StagedSpans(np.full(num_rows, first.addresses[at]), np.full(num_rows, first.lengths[at]))
+            i = parts[0].rows[0]
+            column = StagedSpans(np.full(num_rows, first.addresses[i]), np.full(num_rows, first.lengths[i]))
             for part in parts:
                 have = part.window.spans(output.name)
                 column.addresses[part.chunk_rows] = have.addresses[part.rows]
@@ -84,7 +84,7 @@ class MatchRows:
         for part in parts:
             values = part.window.array(output.name)
             numbers.values[part.chunk_rows] = values.values[part.rows]
-            numbers.bad.update((part.chunk_row(at), reason) for at, reason in values.bad_among(part.rows))
+            numbers.bad.update((part.chunk_row(row), reason) for row, reason in values.bad_among(part.rows))
         return numbers
 
 
@@ -96,9 +96,9 @@ class JoinedWindow(StagedWindow):
         matches: of each other dataset.
     """
 
-    def __init__(self, own: StagedWindow, matches: Sequence[MatchRows]) -> None:
-        super().__init__(own.source, own.arena, own.samples, own.rows)
-        self._own, self._matches = own, matches
+    def __init__(self, window: StagedWindow, matches: Sequence[MatchRows]) -> None:
+        super().__init__(window.source, window.arena, window.samples, window.rows)
+        self._own_window, self._matches = window, matches
         outputs = [(output, rows) for rows in matches for output in rows.outputs]
         self._match_of = {output.name: rows for output, rows in outputs}
         self._match_of |= {output.column: rows for output, rows in outputs if output.column}
@@ -106,17 +106,17 @@ class JoinedWindow(StagedWindow):
         self._tasks_left = 0
         num_rows = self.samples.num_rows
         columns = [max(16 * num_rows, o.staged_bytes(num_rows)) for rows in matches for o in rows.outputs]
-        self.nbytes = own.nbytes + sum(rows.nbytes for rows in matches) + sum(columns)
+        self.nbytes = window.nbytes + sum(rows.nbytes for rows in matches) + sum(columns)
 
     @property
     def _windows(self) -> list[StagedWindow]:
-        return [self._own, *(window for rows in self._matches for window in rows.opened.windows)]
+        return [self._own_window, *(window for rows in self._matches for window in rows.opened.windows)]
 
     # ---- the engine's window ------------------------------------------------------------------------
 
     def reads(self) -> Sequence[Task]:
         """Return the reads of all its windows; the last one that ends puts their columns side by side."""
-        tasks = [*self._own.reads(), *(task for rows in self._matches for task in rows.opened.reads())]
+        tasks = [*self._own_window.reads(), *(task for rows in self._matches for task in rows.opened.reads())]
         self._tasks_left = len(tasks)
         return [partial(self._read, task) for task in tasks]
 
@@ -137,7 +137,7 @@ class JoinedWindow(StagedWindow):
 
     def _put_together(self) -> None:
         """Stage the columns of all its windows, which have been read, side by side."""
-        self.staged.update(self._own.staged)
+        self.staged.update(self._own_window.staged)
         for rows in self._matches:
             for output in rows.outputs:
                 self.staged[output.name] = rows.staged(output, self.samples.num_rows, self.arena)
@@ -153,7 +153,7 @@ class JoinedWindow(StagedWindow):
             window.verify()
 
     def _release(self) -> None:
-        self._own.close()
+        self._own_window.close()
         for rows in self._matches:
             rows.opened.close()
 
@@ -166,14 +166,14 @@ class JoinedWindow(StagedWindow):
 
     def buffer_of(self, spans: StagedSpans, owners: Ints, column: str) -> tuple[Bytes, Ints]:
         """See `StagedWindow`."""
-        window, own = self._owners(owners, column)
-        return window.buffer_of(spans, own, column)
+        window, rows = self._owners(owners, column)
+        return window.buffer_of(spans, rows, column)
 
     @contextmanager
     def values_of(self, spans: StagedSpans, owners: Ints, column: str) -> Iterator[tuple[Bytes, Ints]]:
         """See `StagedWindow`."""
-        window, own = self._owners(owners, column)
-        with window.values_of(spans, own, column) as values:
+        window, rows = self._owners(owners, column)
+        with window.values_of(spans, rows, column) as values:
             yield values
 
     def _owners(self, rows: Ints, column: str) -> tuple[StagedRows, Ints]:
@@ -183,10 +183,10 @@ class JoinedWindow(StagedWindow):
         """
         match = self._match_of.get(column)
         if match is None:
-            return self._own, rows
+            return self._own_window, rows
         part = match.opened.parts[0]
-        own = part.rows[np.searchsorted(_filled(part), rows)] if part.window.mapped else rows
-        return part.window, own
+        own_rows = part.rows[np.searchsorted(_filled(part), rows)] if part.window.mapped else rows
+        return part.window, own_rows
 
     # ---- telling where a row came from ----------------------------------------------------------------
 
@@ -194,15 +194,15 @@ class JoinedWindow(StagedWindow):
         """An error that names the sample of the dataset that the column is of."""
         match = self._match_of.get(column) if column is not None else None
         window: StagedRows
-        window, own_row = (self._own, row) if match is None else match.find(row)
+        window, own_row = (self._own_window, row) if match is None else match.find(row)
         return window.sample_error(own_row, reason, column, stage)
 
     def name_at_once(self, row: int) -> tuple[str, str]:
         """See `StagedWindow.name_at_once`."""
-        return self._own.name_at_once(row)
+        return self._own_window.name_at_once(row)
 
     def _stored(self, ordinal: int) -> memoryview | None:
-        return self._own._stored(ordinal)
+        return self._own_window._stored(ordinal)
 
 
 class MatchStager:
@@ -238,13 +238,13 @@ class MatchStager:
         return MatchRows(opened, self._source.outputs)
 
     @staticmethod
-    def joined(own: StagedWindow, rows: Ints, stagers: Sequence[MatchStager]) -> JoinedWindow:
+    def joined(window: StagedWindow, rows: Ints, stagers: Sequence[MatchStager]) -> JoinedWindow:
         """See `StagerBeside`."""
-        is_used = np.zeros(own.samples.num_rows, np.bool_)
+        is_used = np.zeros(window.samples.num_rows, np.bool_)
         is_used[rows[rows >= 0]] = True
         used = np.flatnonzero(is_used)
-        samples = own.samples.numbers(used) - own.source.first_number
-        return JoinedWindow(own, [stager.rows_for(used, samples) for stager in stagers])
+        samples = window.samples.numbers(used) - window.source.first_number
+        return JoinedWindow(window, [stager.rows_for(used, samples) for stager in stagers])
 
 
 def _filled(part: WindowPart) -> Ints:

@@ -184,8 +184,8 @@ class DecodedOutput(Output):
 
         def values(sizes: Sequence[int]) -> Iterator[Any]:
             for batch in split_list(stored, sizes):
-                made = (self.made(columns, value, decode) for value in batch)  # no list that stays here
-                yield self.stack(columns, batch, [*made]) if self.is_stacked else [*made]
+                items = (self.made(columns, value, decode) for value in batch)  # no list that stays here
+                yield self.stack(columns, batch, [*items]) if self.is_stacked else [*items]
 
         each = None if self.is_stacked else lambda row: self.made(columns, stored[row], decode)
         return BuiltColumn(split=values, each=each)
@@ -247,14 +247,14 @@ class DecodedOutput(Output):
             values = self._listed(part, offsets) if self.is_list else self._single(part, out)
             for start in range(0, len(values.row), most):
                 few = slice(start, start + most)
-                own = PartValues(
+                piece = PartValues(
                     part=part,
                     row=values.row[few],
                     number=values.number[few],
                     spans=values.spans.of(few),
                     target=values.target[few],
                 )
-                tasks.append(partial(self._fill, columns, own, out))
+                tasks.append(partial(self._fill, columns, piece, out))
         split = partial(split_ragged, out, offsets) if self.is_list else partial(split_rows, out)
         return BuiltColumn(split=split, decodes=tasks)
 
@@ -272,8 +272,8 @@ class DecodedOutput(Output):
         with part.window.values_of(values.spans, owners, self.name) as (buffer, starts):
             ends = starts + values.spans.lengths
             encoded = [buffer[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
-            own = [out[index] for index in values.target.tolist()]
-            failures = self.decode_few(columns, encoded, own, draws, remark)
+            targets = [out[index] for index in values.target.tolist()]
+            failures = self.decode_few(columns, encoded, targets, draws, remark)
         for index, error in failures:
             named = _of_item(error, int(values.number[index])) if self.is_list else error
             columns.note_bad(row(index), self.name, named)

@@ -140,9 +140,9 @@ class RowsOutput(FixedOutput):
         """The output of the same tensors that other formats give it, which stores no addresses of them."""
         if self.dtype != self.source_dtype:
             return self
-        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        settings = {setting.name: getattr(self, setting.name) for setting in fields(self)}
         parse = partial(stored_numbers, dtype=self.dtype, shape=self.shape)
-        return ArrayOutput(**{**own, "parse": parse})
+        return ArrayOutput(**{**settings, "parse": parse})
 
     def build(self, columns: ChunkColumns) -> BuiltColumn:
         """Rows gathered from the stored bytes. Raises `SampleError` for a value of another length."""
@@ -190,12 +190,12 @@ def stored_array(name: str, value: Any, dtype: str) -> NDArray[Any]:
     if isinstance(value, bytes):
         value = np.frombuffer(value, np.uint8)
     try:
-        given = np.asarray(value)
+        original = np.asarray(value)
         with np.errstate(over="raise"):  # of Python's numbers, numpy tells those that do not fit
-            array = np.asarray(given.tolist(), dtype)
+            array = np.asarray(original.tolist(), dtype)
     except (TypeError, ValueError, ArithmeticError):
         raise _misfit(name, value, dtype) from None
-    if array.dtype.kind != "f" and not np.array_equal(array, given):
+    if array.dtype.kind != "f" and not np.array_equal(array, original):
         raise _misfit(name, value, dtype)
     return array
 

@@ -35,17 +35,17 @@ class Ranges(Struct):
 
     def add(self, start: int, nbytes: int) -> None:
         """Add `nbytes` from an address on."""
-        at = bisect_right(self._starts, start)
-        self._starts.insert(at, start)
-        self._ends.insert(at, start + nbytes)
+        index = bisect_right(self._starts, start)
+        self._starts.insert(index, start)
+        self._ends.insert(index, start + nbytes)
 
     def __contains__(self, address: int) -> bool:
         return self.length_at(address) > 0
 
     def length_at(self, address: int) -> int:
         """Bytes of the range that an address lies in; 0 where it lies in none."""
-        at = bisect_right(self._starts, address) - 1
-        return self._ends[at] - self._starts[at] if at >= 0 and address < self._ends[at] else 0
+        index = bisect_right(self._starts, address) - 1
+        return self._ends[index] - self._starts[index] if index >= 0 and address < self._ends[index] else 0
 
     @classmethod
     def of(cls, values: Iterable[Any]) -> Ranges:
@@ -91,8 +91,8 @@ class _Look(Struct):
         nbytes = getattr(thing, "nbytes", None)
         if isinstance(nbytes, int):  # tables, buffers, images
             return self._once(id(thing), nbytes)
-        own = getattr(thing, "__dict__", None)
-        values = [v for v in own.values() if isinstance(v, _COUNTED)] if isinstance(own, dict) else []
+        members = getattr(thing, "__dict__", None)
+        values = [v for v in members.values() if isinstance(v, _COUNTED)] if isinstance(members, dict) else []
         return _own_size(thing) + self._sum(values, 0)
 
     def _sum(self, things: Sequence[Any], depth: int) -> int:

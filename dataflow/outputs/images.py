@@ -142,8 +142,8 @@ class _ImagesOfOwnSize:
         if spec is None:
             return None
         nbytes = _bytes_of(spec)
-        own, self._slot = self._slot[:nbytes], self._slot[nbytes:]
-        return self._decoded(spec, own.view(spec.dtype).reshape(spec.shape), data, row, number)
+        memory, self._slot = self._slot[:nbytes], self._slot[nbytes:]
+        return self._decoded(spec, memory.view(spec.dtype).reshape(spec.shape), data, row, number)
 
     def _decoded(self, spec: Image, out: NDArray[Any], data: Bytes, row: int, number: int) -> Tensor:
         columns, name = self._columns, self._output.name

@@ -80,13 +80,13 @@ class ClipOutput(DecodedOutput):
         """See `DecodedOutput`. A clip is a task of its own: it takes longer than to hand it out."""
         failures = list[tuple[int, Exception]]()
         for index, data in enumerate(encoded):
-            own = out[index].reshape(self.rule.shape or ())  # of one frame, cameras deliver the frame
+            clip = out[index].reshape(self.rule.shape or ())  # of one frame, cameras deliver the frame
             try:
-                self.rule.decode(data, draws, own, most_bytes=columns.sample_bytes)
+                self.rule.decode(data, draws, clip, most_bytes=columns.sample_bytes)
             except MissingMediaSupportError:
                 raise
             except Exception as error:
-                own[...] = 0
+                clip[...] = 0
                 failures.append((index, _failure(error)))
         return failures
 
@@ -190,8 +190,8 @@ class StagedMoments(StagedSpans):
 
     def put(self, first: int, columns: Sequence[Column]) -> None:
         """Stage the moments of one block's rows."""
-        for own, values in zip(self.moments, moments_of(columns), strict=True):
-            own[first : first + len(values)] = values
+        for column, values in zip(self.moments, moments_of(columns), strict=True):
+            column[first : first + len(values)] = values
 
 
 def moments_of(columns: Sequence[Column]) -> list[Array]:

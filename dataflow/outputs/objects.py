@@ -45,7 +45,7 @@ class ObjectOutput(DecodedOutput):
     @property
     def function(self) -> Callable[[bytes], Any] | None:
         """See `Output`."""
-        is_ours = any(self.convert is one for one in (bytes_tensor, *CONVERTERS.values()))
+        is_ours = any(self.convert is rule for rule in (bytes_tensor, *CONVERTERS.values()))
         return None if is_ours or self.is_format_rule else self.convert
 
     def optional(self, default: Any, *, has_mask: bool) -> Self:
@@ -56,22 +56,22 @@ class ObjectOutput(DecodedOutput):
 
     def decode(self, columns: ChunkColumns, data: Bytes, row: int, number: int = 0) -> Any:
         """See `DecodedOutput`. Items of lists stay what the function makes of them."""
-        made = self.convert(data.tobytes())
-        return as_tensor(made) if isinstance(made, np.ndarray) and not self.is_list else made
+        value = self.convert(data.tobytes())
+        return as_tensor(value) if isinstance(value, np.ndarray) and not self.is_list else value
 
     def stack(self, columns: ChunkColumns, stored: Sequence[Any], values: list[Any]) -> Tensor | list[Any]:
         """The arrays as one tensor, with zeros for bad ones; a list where torch has no such type."""
         first = next((value for value in values if isinstance(value, Tensor)), None)
         if first is None:
             return values
-        for value, one in zip(values, stored, strict=True):
+        for value, entry in zip(values, stored, strict=True):
             if value is not None and described(value) != described(first):
                 what = f"{described(value)}, but another sample has {described(first)}"
                 rule = "auto" if self.is_format_rule else "npy"
                 cure = (
                     f"values of one size are stacked; decode={{{self.name!r}: Optional({rule!r})}} lists them"
                 )
-                raise columns.rows.sample_error(one[1], f"{what}: {cure}", self.name)
+                raise columns.rows.sample_error(entry[1], f"{what}: {cure}", self.name)
         return torch.stack([torch.zeros_like(first) if value is None else value for value in values])
 
 

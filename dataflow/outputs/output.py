@@ -282,9 +282,9 @@ def split_ragged(values: NDArray[Any], offsets: Ints, sizes: Sequence[int]) -> I
     """The rows of each batch; offsets count from the batch's own first element."""
     row = 0
     for size in sizes:
-        own = offsets[row : row + size + 1]
+        cuts = offsets[row : row + size + 1]
         # numpy slices it, as above.
-        yield Ragged(torch.from_numpy(values[int(own[0]) : int(own[-1])]), torch.from_numpy(own - own[0]))
+        yield Ragged(torch.from_numpy(values[int(cuts[0]) : int(cuts[-1])]), torch.from_numpy(cuts - cuts[0]))
         row += size
 
 

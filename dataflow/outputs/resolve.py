@@ -53,7 +53,7 @@ def resolve_outputs(
     Raises `ValueError` for a column that does not exist, a decoder that does not fit, and content
     that is never decoded unless asked for (pickles).
     """
-    own = schema
+    stored = schema
     schema = {**schema, **dict.fromkeys(cameras, ColumnSpec("bytes"))}
     chosen = _chosen(schema, columns, codec, check)
     needed = [source for sources, _ in chosen.values() for source in sources]
@@ -78,7 +78,7 @@ def resolve_outputs(
             rule = decode
         if len(sources) == 1 and sources[0] in cameras:
             camera = cameras[sources[0]]
-            output = resolve_name(camera.output_by)(name, camera, rule, own)
+            output = resolve_name(camera.output_by)(name, camera, rule, stored)
             outputs += [output, *output.pads_beside(names)]
             continue
         specs = [schema_of(schema, source) for source in sources]
@@ -95,7 +95,7 @@ def resolve_outputs(
             outputs.append(mask_of(output, names))
     if not codec.columns_are_extensions:
         return tuple(outputs)
-    return tuple(replace(one, is_member=True, others=_others(one.sources, own)) for one in outputs)
+    return tuple(replace(entry, is_member=True, others=_others(entry.sources, stored)) for entry in outputs)
 
 
 def schema_of(schema: Mapping[str, ColumnSpec], name: str) -> ColumnSpec:
@@ -104,7 +104,7 @@ def schema_of(schema: Mapping[str, ColumnSpec], name: str) -> ColumnSpec:
         return schema[name]
     if name in KEY_COLUMNS:
         return ColumnSpec("text")
-    specs = [schema[one] for one in name.split(ALTERNATIVE)]  # as `Format.alternatives` has it
+    specs = [schema[source] for source in name.split(ALTERNATIVE)]  # as `Format.alternatives` has it
     sizes = [spec.size_range for spec in specs if spec.size_range is not None]
     both = (min(low for low, _ in sizes), max(high for _, high in sizes)) if sizes else None
     return replace(specs[0], size_range=both, optional=all(spec.optional for spec in specs))
@@ -319,10 +319,10 @@ def _auto_rule(source: str, spec: ColumnSpec, codec: Format) -> object:
             each = listed(f"{name} ({rule or 'bytes'})" for name, rule in zip(names, rules, strict=True))
             raise ValueError(f"alternatives are decoded alike, got {each}: name one decoder in decode=")
         return rules[0]
-    own = rule_of_extension(source)
-    if own == "pickle":
+    extension_rule = rule_of_extension(source)
+    if extension_rule == "pickle":
         raise _unsafe(source)
-    return own
+    return extension_rule
 
 
 def _image(**settings: Any) -> DecoderRule:

@@ -157,18 +157,18 @@ class VisionChat:
 
     def __call__(self, sample: Sample) -> Sample:
         """One sample: tokens and patches in place of messages and pictures. `ValueError` for a bad one."""
-        made = self.deferred(sample)
-        if isinstance(levels := made["pixel_values"], NormalizedLevels):
-            made["pixel_values"] = self.family.normalized(levels.levels)
-        return made
+        result = self.deferred(sample)
+        if isinstance(levels := result["pixel_values"], NormalizedLevels):
+            result["pixel_values"] = self.family.normalized(levels.levels)
+        return result
 
     def deferred(self, sample: Sample) -> Sample:
         """See `BatchTransform`: levels become float32 where the batch lies."""
         pictures = pictures_of(sample, self.images, self.upright)
         tokens, plans, left_out = self._planned(sample, pictures)
         members = () if self.images in sample else picture_members(sample)
-        made = {*members, self.column, self.images, self.tools}
-        rest = {name: value for name, value in sample.items() if name not in made}
+        sources = {*members, self.column, self.images, self.tools}
+        rest = {name: value for name, value in sample.items() if name not in sources}
         beside = self.family.beside(plans)
         rest["input_ids"] = torch.from_numpy(tokens.ids.astype(self._dtype))
         rest["loss_mask"] = torch.from_numpy(tokens.mask)
@@ -226,22 +226,22 @@ class VisionChat:
             raise ValueError(f"{len(whole.ids):,} tokens, and max_length={self.max_length:,}")
         ends = [n for n in range(1, len(messages)) if messages[n - 1]["role"] == "assistant"]
         pictures_until = [0, *accumulate(counts)]
-        kept: tuple[VisionTokens, list[PicturePlan], int] | None = None
+        longest: tuple[VisionTokens, list[PicturePlan], int] | None = None
         while ends:  # the longest part that fits, by halving
             middle = len(ends) // 2
             end = ends[middle]
             some = self.family.planned(sizes[: pictures_until[end]])
             part = self._tokens(messages[:end], some, tools)
             if len(part.ids) <= self.max_length:
-                kept, ends = (part, some, len(messages) - end), ends[middle + 1 :]
+                longest, ends = (part, some, len(messages) - end), ends[middle + 1 :]
             else:
                 ends = ends[:middle]
-        if kept is None:
+        if longest is None:
             raise ValueError(
                 f"{len(whole.ids):,} tokens, and not even its first turn has room in "
                 f"max_length={self.max_length:,}: give a smaller max_pixels=, or a larger max_length="
             )
-        return kept
+        return longest
 
     def _tokens(
         self, messages: Sequence[Mapping[str, Any]], plans: Sequence[PicturePlan], tools: Any

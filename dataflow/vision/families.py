@@ -44,8 +44,8 @@ def family_of(name: str, folder: Path, min_pixels: int | None, max_pixels: int |
         )
     family = FAMILIES[name]
     file, nested = folder / "preprocessor_config.json", folder / "processor_config.json"
-    own: dict[str, Any] = json.loads(read_regular(nested)) if nested.exists() else {}
-    image = json.loads(read_regular(file)) if file.exists() else own.get("image_processor")
+    settings: dict[str, Any] = json.loads(read_regular(nested)) if nested.exists() else {}
+    image = json.loads(read_regular(file)) if file.exists() else settings.get("image_processor")
     if image:
-        family = family.configured(image, own, file if file.exists() else nested)
+        family = family.configured(image, settings, file if file.exists() else nested)
     return family.limited(min_pixels, max_pixels)

@@ -96,8 +96,8 @@ class PictureFamily(ABC):
         )
         source, target = self._shaped(levels, out)
         each = max(1, _BLOCK // math.prod(self.row) if levels.is_cpu else len(levels))
-        for own, part in zip(source.split(each), target.split(each), strict=True):
-            part.copy_(own.to(torch.float32).sub_(shifts).div_(scales))
+        for rows, part in zip(source.split(each), target.split(each), strict=True):
+            part.copy_(rows.to(torch.float32).sub_(shifts).div_(scales))
         return out
 
     def _shaped(self, levels: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:

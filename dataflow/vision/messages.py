@@ -57,16 +57,16 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(part, Mapping):
             parts.append(part)
             continue
-        kept = {key: value for key, value in part.items() if value is not None}
-        kind = kept.get("type")
-        if kind in ("image", "image_url") or (kind is None and ("image" in kept or "image_url" in kept)):
+        fields = {key: value for key, value in part.items() if value is not None}
+        kind = fields.get("type")
+        if kind in ("image", "image_url") or (kind is None and ("image" in fields or "image_url" in fields)):
             parts.append({"type": "image"})
-        elif kind in ("video", "audio") or "video" in kept or "audio" in kept:
+        elif kind in ("video", "audio") or "video" in fields or "audio" in fields:
             raise ValueError(
                 f"a part of a message is {kind or 'video or audio'!r}: only text and images are taken"
             )
         else:
-            parts.append({key: value for key, value in kept.items() if key not in ("image", "image_url")})
+            parts.append({key: value for key, value in fields.items() if key not in ("image", "image_url")})
     return {**message, "content": parts}
 
 

@@ -78,25 +78,25 @@ def orientation(data: NDArray[np.uint8]) -> int:
         return 1
     try:
         with pillow().open(io.BytesIO(data.data), formats=("JPEG", "PNG", "WEBP")) as image:
-            found = image.getexif().get(_ORIENTATION, 1)
+            value = image.getexif().get(_ORIENTATION, 1)
     except (OSError, SyntaxError, ValueError, struct.error):
         return 1  # what is damaged shows when it is decoded
-    return found if found in range(1, 9) else 1
+    return value if value in range(1, 9) else 1
 
 
 def _has_metadata(data: memoryview) -> bool:
     """Return whether a file may have an orientation: it is slow to open, and a PNG is decoded for it."""
     head = bytes(data[:16])
     if head[:2] == b"\xff\xd8":  # parts up to the pixels (DA); E1 has EXIF or XMP
-        at = 2
-        while at + 4 <= len(data) and data[at] == 0xFF and data[at + 1] not in (0xDA, 0xE1):
-            at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-        return bytes(data[at : at + 2]) == b"\xff\xe1"
+        offset = 2
+        while offset + 4 <= len(data) and data[offset] == 0xFF and data[offset + 1] not in (0xDA, 0xE1):
+            offset += 2 + int.from_bytes(data[offset + 2 : offset + 4], "big")
+        return bytes(data[offset : offset + 2]) == b"\xff\xe1"
     if head[:4] == b"\x89PNG":
-        at = 8
-        while at + 8 <= len(data) and not bytes(data[at + 4 : at + 25]).startswith(_PNG_METADATA):
-            at += 12 + int.from_bytes(data[at : at + 4], "big")
-        return at + 8 <= len(data)
+        offset = 8
+        while offset + 8 <= len(data) and not bytes(data[offset + 4 : offset + 25]).startswith(_PNG_METADATA):
+            offset += 12 + int.from_bytes(data[offset : offset + 4], "big")
+        return offset + 8 <= len(data)
     return head[12:] == b"VP8X"
 
 

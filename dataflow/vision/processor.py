@@ -142,30 +142,30 @@ class Processor:
         members = () if self.images in sample else picture_members(sample)
         gone = {*members, self.column, self.images, self.tools}
         rest = {name: value for name, value in sample.items() if name not in gone}
-        made = self._made(sample, pictures)
-        self._check(sample, pictures, made)
-        return {**rest, **made}
+        columns = self._made(sample, pictures)
+        self._check(sample, pictures, columns)
+        return {**rest, **columns}
 
     def _made(self, sample: Sample, pictures: Sequence[Picture]) -> Sample:
         text, spans = self._text(sample, len(pictures))
         pixels = [pillow().fromarray(each) for each in pixels_of(pictures)]
-        made = self._answer(text, pixels)
-        replaced = (made["text_replacement_offsets"] or [[]])[0] if pixels else []
+        answer = self._answer(text, pixels)
+        replaced = (answer["text_replacement_offsets"] or [[]])[0] if pixels else []
         gained = [0, *(each["new_span"][1] - each["span"][1] for each in replaced)]
         ends = [each["span"][1] for each in replaced]
         spans = [(shifted(begin, ends, gained), shifted(end, ends, gained)) for begin, end in spans]
-        ids = torch.as_tensor(made["input_ids"])[0]
-        offsets = [tuple(pair) for pair in torch.as_tensor(made["offset_mapping"])[0].tolist()]
+        ids = torch.as_tensor(answer["input_ids"])[0]
+        offsets = [tuple(pair) for pair in torch.as_tensor(answer["offset_mapping"])[0].tolist()]
         learned = overlapping(offsets, spans)
         for each in replaced:  # what a picture became is not said
             learned &= ~overlapping(offsets, [each["new_span"]])
         out = {"input_ids": ids.to(torch.int32 if self._dtype == np.int32 else torch.int64)}
         out["loss_mask"] = torch.from_numpy(learned)
         for name in self._token_columns:
-            value = made.get(name)
+            value = answer.get(name)
             out[name] = torch.zeros(len(ids), dtype=torch.int64) if value is None else value[0]
         for name, column in self._columns.items():
-            value = made.get(name)
+            value = answer.get(name)
             if value is None:
                 value = column.empty()
             elif column.is_batched:
@@ -198,16 +198,16 @@ class Processor:
     def _lengths(self, text: str, sizes: Sequence[tuple[int, int]]) -> dict[str, int]:
         """Lengths by the processor's own hook, as vLLM calls it."""
         number = len(self.processor.tokenizer(text, **self._special(text))["input_ids"])
-        told = self.processor._get_num_multimodal_tokens(
+        counts = self.processor._get_num_multimodal_tokens(
             image_sizes=[list(size) for size in sizes], **self.arguments
         )
-        number += sum(told.num_image_tokens) - len(sizes)
+        number += sum(counts.num_image_tokens) - len(sizes)
         lengths = dict.fromkeys(("input_ids", "loss_mask", *self._token_columns), number)
         counted = [name for name, column in self._columns.items() if column.counts_pictures]
         lengths |= dict.fromkeys(counted, len(sizes))
-        return lengths | ({"pixel_values": sum(told.num_image_patches)} if self._tells_patches else {})
+        return lengths | ({"pixel_values": sum(counts.num_image_patches)} if self._tells_patches else {})
 
-    def _check(self, sample: Sample, pictures: Sequence[Picture], made: Sample) -> None:
+    def _check(self, sample: Sample, pictures: Sequence[Picture], columns: Sample) -> None:
         """Compare a sample with what was measured of it, while it is one of the first."""
         with self._lock:
             if self.measure is None or not self._left_to_check:
@@ -215,9 +215,9 @@ class Processor:
             self._left_to_check -= 1
         text, _ = self._text(sample, len(pictures))
         for name, length in self._lengths(text, [picture.size for picture in pictures]).items():
-            if len(made[name]) != length:
+            if len(columns[name]) != length:
                 raise ValueError(
-                    f"{type(self.processor).__name__} makes {len(made[name])} of {name!r}, and its hook "
+                    f"{type(self.processor).__name__} makes {len(columns[name])} of {name!r}, and its hook "
                     f"_get_num_multimodal_tokens says {length}: it cannot plan rows. Set measure = None on "
                     "this transform, so that samples are made to be planned"
                 )
@@ -249,8 +249,8 @@ class Processor:
         if not hasattr(self.processor, "_get_num_multimodal_tokens"):
             return "it has no _get_num_multimodal_tokens"
         self._tells_patches = "pixel_values" in self._columns
-        told = [self._lengths(text, sizes) for text, sizes in zip(texts, _TRIED, strict=True)]
-        for sizes, lengths, answer in zip(_TRIED, told, answers, strict=True):
+        measures = [self._lengths(text, sizes) for text, sizes in zip(texts, _TRIED, strict=True)]
+        for sizes, lengths, answer in zip(_TRIED, measures, answers, strict=True):
             length = answer["input_ids"].shape[1]
             if lengths["input_ids"] != length:
                 return (
@@ -259,17 +259,17 @@ class Processor:
                 )
         if self._tells_patches:
             is_batched = self._columns["pixel_values"].is_batched
-            made = [answer["pixel_values"].shape[is_batched] for answer in answers]
-            self._tells_patches = made == [lengths["pixel_values"] for lengths in told]
+            patch_counts = [answer["pixel_values"].shape[is_batched] for answer in answers]
+            self._tells_patches = patch_counts == [lengths["pixel_values"] for lengths in measures]
         return ""
 
     def _fingerprint(self) -> str:
         """The hash of its tokenizer, "-", that of all settings."""
         tokenizer = json.loads(self.processor.tokenizer.backend_tokenizer.to_str())
-        own = {key: value for key, value in tokenizer.items() if key not in ("padding", "truncation")}
+        parts = {key: value for key, value in tokenizer.items() if key not in ("padding", "truncation")}
         settings = [self.processor.to_json_string(), self.text.source, self.text.variables, self.arguments]
         settings += [self.column, self.images, self.tools, self.upright, str(self._dtype)]
-        return f"{hash_of(json.dumps(own).encode())}-{short_hash(json.dumps(settings, sort_keys=True))}"
+        return f"{hash_of(json.dumps(parts).encode())}-{short_hash(json.dumps(settings, sort_keys=True))}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_lock"}

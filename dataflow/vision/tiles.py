@@ -54,8 +54,8 @@ class TileFamily(PictureFamily):
         check_steps(image, file, self.processors, {"resample": self.resample, **self.fixed})
         size = image.get("size") or {}
         known = {"mean": image.get("image_mean"), "std": image.get("image_std")}
-        found: dict[str, Any] = {name: tuple(values) for name, values in known.items() if values}
-        return replace(self, **found, **self._sizes(image, own, size))
+        statistics: dict[str, Any] = {name: tuple(values) for name, values in known.items() if values}
+        return replace(self, **statistics, **self._sizes(image, own, size))
 
     def _sizes(self, image: Settings, own: Settings, size: Settings) -> dict[str, Any]:
         """The fields that a model's settings name."""
@@ -173,8 +173,8 @@ class OnevisionFamily(TileFamily):
 
         def merit(point: Size) -> tuple[int, int]:
             scale = min(point[1] / size[1], point[0] / size[0])
-            kept = min(int(size[1] * scale) * int(size[0] * scale), size[0] * size[1])
-            return kept, kept - point[0] * point[1]
+            pixels = min(int(size[1] * scale) * int(size[0] * scale), size[0] * size[1])
+            return pixels, pixels - point[0] * point[1]
 
         return max(self.pinpoints, key=merit)
 

@@ -107,10 +107,10 @@ class DropInEngine:
         from dataflow.progress.observer import EpochPosition
 
         loader: Any = self._loader
-        kept, num_batches = loader._IterableDataset_len_called, None
+        length, num_batches = loader._IterableDataset_len_called, None
         with suppress(Exception):  # of whoever wrote the dataset: it has no length
             num_batches = len(self)
-        loader._IterableDataset_len_called = kept  # else torch warns where it is exceeded
+        loader._IterableDataset_len_called = length  # else torch warns where it is exceeded
         progress = self._state.progress
         return EpochPosition(progress.epoch, progress.batches, num_batches)
 
@@ -126,8 +126,8 @@ class DropInEngine:
             raise ValueError(f"epoch must be an integer >= 0, got {epoch!r}")
         self._state.set_epoch(int(epoch), self._loader)
         loader: Any = self._loader
-        own = [loader.sampler, *parts(loader._index_sampler), loader.dataset]
-        for part in {id(part): part for part in own}.values():
+        members = [loader.sampler, *parts(loader._index_sampler), loader.dataset]
+        for part in {id(part): part for part in members}.values():
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(epoch)
 

@@ -340,8 +340,8 @@ class MainIterator(FetchIterator):
                 worker.skip(next(self._sampler_iter))
             self._become(None)
         self._progress.begin_workers(job.num_copies)
-        own = self._own_workers if job.state_every else []
-        self._progress.look = lambda: [copy.deepcopy(worker.snapshot()) for worker in own]
+        workers = self._own_workers if job.state_every else []
+        self._progress.look = lambda: [copy.deepcopy(worker.snapshot()) for worker in workers]
         self._resumed = None
 
     def _become(self, info: Any) -> None:
@@ -387,13 +387,13 @@ class RoundRobin:
     def __init__(self, count: int, progress: EpochProgress, num_sent: int = 0) -> None:
         self.count = count
         self.active = [True] * count
-        at = progress.next_worker if progress.workers else progress.batches
-        self._at = (at + num_sent) % count
+        first = progress.next_worker if progress.workers else progress.batches
+        self._turn = (first + num_sent) % count
 
     def next(self) -> int | None:
         """The next worker; None when all have ended."""
         for _ in range(self.count):
-            worker, self._at = self._at, (self._at + 1) % self.count
+            worker, self._turn = self._turn, (self._turn + 1) % self.count
             if self.active[worker]:
                 return worker
         return None

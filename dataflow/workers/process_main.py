@@ -71,12 +71,12 @@ class FetchTask:
         if kind == WorkerMessage.RANDOM:
             self._set_random(number, pickle.loads(content))
         elif kind == WorkerMessage.REMEMBER:
-            for own in self._workers.values():
-                own.marked = random_state() if own is self._running else own.random
+            for worker in self._workers.values():
+                worker.marked = random_state() if worker is self._running else worker.random
         elif kind in (WorkerMessage.RESET, WorkerMessage.BACK):
-            for each, own in self._workers.items():
+            for each, worker in self._workers.items():
                 if kind == WorkerMessage.BACK:
-                    self._set_random(each, own.marked)
+                    self._set_random(each, worker.marked)
                 self._open_worker(each, pickle.loads(content), generation)
         elif generation >= self._transport.header.get(Header.GENERATION):
             self._fetch(kind, generation, number, task, content)
@@ -101,19 +101,19 @@ class FetchTask:
 
     def _switch_to(self, number: int) -> Draws:
         """Give the global generators, and `get_worker_info`, to a worker."""
-        own = self._workers[number]
-        if own is not self._running:
+        worker = self._workers[number]
+        if worker is not self._running:
             if self._running is not None:
                 self._running.random = random_state()
-            if own.draws is not None:
-                set_random_state(own.random)
+            if worker.draws is not None:
+                set_random_state(worker.random)
             else:
                 seed_all(self._job.base_seed, number)
-                own.draws = Draws()
-            self._running = own
-        torch_worker._worker_info = own.worker.info
-        assert own.draws is not None
-        return own.draws
+                worker.draws = Draws()
+            self._running = worker
+        torch_worker._worker_info = worker.worker.info
+        assert worker.draws is not None
+        return worker.draws
 
     def _set_random(self, number: int, state: Any) -> None:
         draws = self._switch_to(number)

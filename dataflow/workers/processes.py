@@ -67,7 +67,7 @@ class ProcessRunners(WorkerProcesses):
     @property
     def pids(self) -> tuple[int, ...]:
         """The ids of the processes that run."""
-        return tuple(one.pid for one in self.processes if one.pid is not None and one.is_alive())
+        return tuple(child.pid for child in self.processes if child.pid is not None and child.is_alive())
 
     @property
     def shared_bytes(self) -> int:

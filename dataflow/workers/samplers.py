@@ -74,7 +74,7 @@ class SamplerProgress:
     def __init__(self, tokens: Mapping[str, Any] | None = None, *, is_restored: bool = False) -> None:
         self.tokens: Mapping[str, Any] = tokens or {}
         self._is_restored = is_restored
-        self._own: dict[str, Any] = {}
+        self._epoch_tokens: dict[str, Any] = {}
         """The tokens that decide the order of this epoch."""
         self._sources: _Sources | None = None
         """The generators that the sampler may draw from, where these have to be told."""
@@ -95,7 +95,7 @@ class SamplerProgress:
         """Note where generators stand: the next `iter(sampler)` is that of this epoch, and may draw."""
         self._sources = _sources_of(sampler)
         if self._sources is not None:
-            self._own["begun"] = self._sources.states()
+            self._epoch_tokens["begun"] = self._sources.states()
 
     def iterator(
         self,
@@ -123,12 +123,12 @@ class SamplerProgress:
             begun = None  # it began before what decides the order was set back
         iterator, left = self._iterator(sampler, skip, handed_out, begun)
         if counting:
-            self._own["epoch"] = counting[0].epoch
+            self._epoch_tokens["epoch"] = counting[0].epoch
             iterator = _Once(iterator, partial(self._note_epoch, counting[0]))
         return itertools.islice(iterator, left, None) if left else iterator
 
     def _note_epoch(self, part: Any, step: Callable[[], Any]) -> Any:
-        self._own["epoch"] = part.epoch  # some training loops set it after `iter`, before `next`
+        self._epoch_tokens["epoch"] = part.epoch  # some training loops set it after `iter`, before `next`
         return step()
 
     def _iterator(
@@ -159,23 +159,23 @@ class SamplerProgress:
         if type(core) is SequentialSampler or _is_distributed(core):
             return _Once(iterator), skip
         if type(core) is RandomSampler and core.generator is None:
-            self._own |= {"seed": int(tokens["seed"])} if "seed" in tokens else {}
+            self._epoch_tokens |= {"seed": int(tokens["seed"])} if "seed" in tokens else {}
             self._draws_seed = True
             return _batched(sampler, self._seeded(core)), skip
         assert self._sources is not None
-        self._own["draws"] = tokens["draws"] if "draws" in tokens else self._sources.states()
+        self._epoch_tokens["draws"] = tokens["draws"] if "draws" in tokens else self._sources.states()
         self._checksums = None if num_readable(sampler) else {}
         return _Redrawn(_Once(iterator, self._note_draws), self, handed_out), skip
 
     def _seeded(self, core: RandomSampler) -> Iterator[int]:
         """Indices of a sampler whose seed is drawn at the first, as by torch; also if a state settled it."""
-        self._own.setdefault("seed", draw_seed(self._chain) if "seed" not in self.tokens else None)
-        yield from _random_copy(core, torch.Generator().manual_seed(self._own["seed"]))
+        self._epoch_tokens.setdefault("seed", draw_seed(self._chain) if "seed" not in self.tokens else None)
+        yield from _random_copy(core, torch.Generator().manual_seed(self._epoch_tokens["seed"]))
 
     def begun_again(self, sampler: Any) -> Iterator[Any]:
         """`iter(sampler)` once more, as if the one before had not been."""
         if self._sources is not None:
-            self._sources.set(self._own["begun"])
+            self._sources.set(self._epoch_tokens["begun"])
         return iter(sampler)
 
     def _begun_by_tokens(self, sampler: Any) -> Iterator[Any]:
@@ -185,7 +185,7 @@ class SamplerProgress:
         sources, begun = self._sources, self.tokens.get("begun", self.tokens.get("draws"))
         if sources is None or begun is None:
             return iter(sampler)
-        self._own["begun"] = begun
+        self._epoch_tokens["begun"] = begun
         with sources.set_to(begun):
             return iter(sampler)
 
@@ -197,7 +197,7 @@ class SamplerProgress:
             with sources.set_to(tokens["draws"]):
                 return step()
         with from_chain(self._chain if sources.with_global else None):
-            self._own["draws"] = sources.states()
+            self._epoch_tokens["draws"] = sources.states()
             return step()
 
     def drawn(self, number: int, index: Any, before: int) -> int:
@@ -252,9 +252,9 @@ class SamplerProgress:
         """
         if now and self._stateful is not None:
             self._state = copy.deepcopy(self._stateful.state_dict())
-        if self._draws_seed and "seed" not in self._own:
-            self._own["seed"] = _seed_ahead(self._chain)
-        tokens = dict(self._own)
+        if self._draws_seed and "seed" not in self._epoch_tokens:
+            self._epoch_tokens["seed"] = _seed_ahead(self._chain)
+        tokens = dict(self._epoch_tokens)
         if now and "draws" in tokens and self._sources is not None:
             # Others may have drawn from these, too.
             tokens["now"] = [*self._sources.states()[:-1], tokens["draws"][-1]]

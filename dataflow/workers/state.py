@@ -454,15 +454,15 @@ def _chain_from(state: Mapping[str, Any]) -> torch.Generator:
     these have the same bytes of it: they go on by turns, too, until one has drawn. A state that is loaded
     twice, or another one of the same loader, goes on by itself.
     """
-    own = str([*(state[name] for name in _OF_A_LOADER), state["sampler"].get("seed")])
+    loader = str([*(state[name] for name in _OF_A_LOADER), state["sampler"].get("seed")])
     for chain, loaders in [*_chains.items()]:
-        if own not in loaders and torch.equal(chain.get_state(), state["chain"]):
+        if loader not in loaders and torch.equal(chain.get_state(), state["chain"]):
             break
     else:
         chain, loaders = _SeedChain(), set()
         chain.set_state(state["chain"])
         _chains[chain] = loaders
-    loaders.add(own)
+    loaders.add(loader)
     return chain
 
 

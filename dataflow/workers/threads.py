@@ -289,24 +289,24 @@ class BatchThreads(ThreadRunners):
             self.submit(runner, partial(self._serve, kind, generation, worker, task, index))
 
     def _open(self, number: int, shared_seed: Any, generation: int, turn: int) -> None:
-        own = self._workers[number]
-        become(own.worker.info)
-        if turn != own.turn:
-            own.turn, own.fetched = turn, 0
-        own.rng.begin(self._job.base_seed, turn, _KEY, number)
-        state = own.worker.try_to_open(shared_seed)
+        worker = self._workers[number]
+        become(worker.worker.info)
+        if turn != worker.turn:
+            worker.turn, worker.fetched = turn, 0
+        worker.rng.begin(self._job.base_seed, turn, _KEY, number)
+        state = worker.worker.try_to_open(shared_seed)
         if self._job.announce:
             runner = number % self._job.num_runners
-            self._put(WorkerResult.OPENED, runner, generation, number, own.worker.failure, state)
+            self._put(WorkerResult.OPENED, runner, generation, number, worker.worker.failure, state)
 
     def _serve(self, kind: int, generation: int, number: int, task: int, index: Any) -> None:
         if generation < self._generation:
             return
-        own = self._workers[number]
-        become(own.worker.info)
-        own.rng.begin(self._job.base_seed, own.turn, _KEY, number, own.fetched)
-        own.fetched += 1
-        response = own.worker.serve(kind, index)
+        worker = self._workers[number]
+        become(worker.worker.info)
+        worker.rng.begin(self._job.base_seed, worker.turn, _KEY, number, worker.fetched)
+        worker.fetched += 1
+        response = worker.worker.serve(kind, index)
         if response is not None:
             kind, data, state = response
             self._put(kind, number % self._job.num_runners, generation, task, data, state)

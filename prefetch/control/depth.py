@@ -101,7 +101,7 @@ class AdaptiveDepth:
         self._leads: deque[float] = deque(maxlen=_LEADS)
         self._steps: deque[float] = deque(maxlen=_STEPS)
         self._news = 0
-        self._wanted = float(start)
+        self._target = float(start)
         self._correction = 0
         self._calm_from = 0
         self._waits = 0
@@ -134,7 +134,7 @@ class AdaptiveDepth:
             self._news = 0
             leads, steps = sorted(self._leads), sorted(self._steps)
             lead = leads[math.ceil(_QUANTILE * (len(leads) - 1))]
-            self._wanted = lead / max(steps[len(steps) // 2], 1e-9)
+            self._target = lead / max(steps[len(steps) // 2], 1e-9)
             self._smallest = min(self._sizes, default=0)
 
     def _after_wait(self, seen: Observation) -> None:
@@ -155,8 +155,8 @@ class AdaptiveDepth:
     def _move(self, seen: Observation, waited: bool) -> None:
         now = self._decision.value
         most, bound = self._most_now()
-        depth = max(self._least, math.ceil(min(self._wanted, self._most)) + self._correction)
-        reason = f"{self._wanted:.1f} batches are used while one is made"
+        depth = max(self._least, math.ceil(min(self._target, self._most)) + self._correction)
+        reason = f"{self._target:.1f} batches are used while one is made"
         reason += f", {self._correction} more after waits" if self._correction else ""
         depth, reason = (most, reason + bound) if depth >= most else (depth, reason)
         band = max(1, now // 10)

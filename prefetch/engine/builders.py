@@ -142,17 +142,17 @@ class ThreadBuilders(PriorityPool, Generic[T]):
 
     def stats(self) -> StageStats:
         """See `Builders`."""
-        own = super().stats()
+        stage = super().stats()
         if self.copies is None:
-            return own
+            return stage
         busy_s, num_jobs = self.copies.queue.count()
-        threads = own.threads + self.copies.queue.num_threads
+        threads = stage.threads + self.copies.queue.num_threads
         return replace(
-            own,
+            stage,
             threads=threads,
-            busy_s=own.busy_s + busy_s,
-            tasks=own.tasks + num_jobs,
-            cpu_s=own.cpu_s + busy_s,  # copies wait for nothing
+            busy_s=stage.busy_s + busy_s,
+            tasks=stage.tasks + num_jobs,
+            cpu_s=stage.cpu_s + busy_s,  # copies wait for nothing
         )
 
     def stop(self) -> None:

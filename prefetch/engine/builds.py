@@ -118,7 +118,7 @@ class ChunkBuild(Struct, Generic[T], eq=False):
         return (
             self.is_done
             or (self.is_suspended and bool(self.partials))
-            or any(one.flush_now for one in self.partials)
+            or any(part.flush_now for part in self.partials)
         )
 
 

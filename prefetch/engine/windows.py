@@ -241,7 +241,7 @@ class WindowQueue:
             return
         held = self._ledger.snapshot()
         need = held.window_bytes + held.building_bytes + held.ready_bytes + nbytes
-        largest = f" ({max(windows, key=lambda one: one.nbytes).largest()})" if windows else ""
+        largest = f" ({max(windows, key=lambda window: window.nbytes).largest()})" if windows else ""
         raise MemoryLimitError(
             f"{what} {nbytes:,} bytes beside {need - nbytes:,} held, more than "
             f"memory_limit={held.limit_bytes:,}{largest}; raise memory_limit to "

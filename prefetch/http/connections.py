@@ -191,7 +191,7 @@ class Connections:
             for connection in idle:
                 if connection.idle_since_s <= oldest_s:
                     connection.abort()
-            self._idle[kind] = [one for one in idle if one.is_reusable]
+            self._idle[kind] = [candidate for candidate in idle if candidate.is_reusable]
             if not self._idle[kind]:
                 del self._idle[kind]
         self._sweeping = bool(self._idle)

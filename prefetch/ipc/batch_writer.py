@@ -30,11 +30,11 @@ class TorchSettings:
     @classmethod
     def here(cls) -> TorchSettings:
         """Read the settings of this process."""
-        own = (collate.__name__, __name__)  # in a worker, ours is registered
+        modules = (collate.__name__, __name__)  # in a worker, ours is registered
         changes = {
             kind: function
             for kind, function in collate.default_collate_fn_map.items()
-            if getattr(function, "__module__", None) not in own
+            if getattr(function, "__module__", None) not in modules
         }
         return cls(default_dtype=torch.get_default_dtype(), collate_map=changes)
 

@@ -38,33 +38,33 @@ def dumps_to_fork(obj: Any) -> bytes:
 
 class _ToFork(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
-        own = forked_class(obj, is_fork=True) if isinstance(obj, type) else None
-        return super().reducer_override(obj) if own is None else own
+        reduction = forked_class(obj, is_fork=True) if isinstance(obj, type) else None
+        return super().reducer_override(obj) if reduction is None else reduction
 
 
 def _by_name(module: str, name: str) -> Any:
-    found: Any = sys.modules.get(module)
+    obj: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+        obj = getattr(obj, part, None)
+    return obj
 
 
 def _class_of(address: int, module: str, name: str, value: bytes) -> Any:
     key = address, module, name
-    found = _found.get(key, partial(_search, key))()
-    return pickle.loads(value) if found is None else found
+    kind = _found.get(key, partial(_search, key))()
+    return pickle.loads(value) if kind is None else kind
 
 
 def _search(key: tuple[int, str, str]) -> type | None:
     waiting: list[type] = [object]
     seen = set[type]()
     while waiting:
-        own: type
-        for own in type.__subclasses__(waiting.pop()):
-            if (id(own), own.__module__, own.__qualname__) == key:
-                _found[key] = weakref.ref(own)
-                return own
-            if own not in seen:
-                seen.add(own)
-                waiting.append(own)
+        kind: type
+        for kind in type.__subclasses__(waiting.pop()):
+            if (id(kind), kind.__module__, kind.__qualname__) == key:
+                _found[key] = weakref.ref(kind)
+                return kind
+            if kind not in seen:
+                seen.add(kind)
+                waiting.append(kind)
     return None

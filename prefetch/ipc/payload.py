@@ -98,7 +98,7 @@ class PackedObject:
         """Write everything to memory of at least `nbytes`."""
         for offset, source, nbytes, _ in self.parts:
             ctypes.memmove(address + offset, source, nbytes)
-        tail = bytes(self.meta) + self.spans + b"".join(_OFFSET.pack(at) for _, at in self.placed)
+        tail = bytes(self.meta) + self.spans + b"".join(_OFFSET.pack(place) for _, place in self.placed)
         ctypes.memmove(address + self.meta_offset, tail, len(tail))
 
 
@@ -168,8 +168,8 @@ class _Packer:
 
     def _add(self, address: int, nbytes: int, keep: Any) -> int:
         """Return where a part will be: its offset in the buffer, or ~number of its place."""
-        if self._place is not None and (found := self._find(address, nbytes, keep)) is not None:
-            return found
+        if self._place is not None and (place := self._find(address, nbytes, keep)) is not None:
+            return place
         offset = -(-self.end // _ALIGN) * _ALIGN
         if nbytes < BLOCK < offset % BLOCK + nbytes:
             offset = -(-offset // BLOCK) * BLOCK
@@ -256,8 +256,8 @@ class _Packer:
         return _array, (array.shape, array.dtype, where, span, array.flags.writeable, *strided)
 
     def _memmap(self, array: np.memmap[Any, Any]) -> Any:
-        told = {name: value for name, value in vars(array).items() if name != "_mmap"}
-        return _memmap, (array.view(np.ndarray), told)
+        attributes = {name: value for name, value in vars(array).items() if name != "_mmap"}
+        return _memmap, (array.view(np.ndarray), attributes)
 
     def buffer(self, buffer: pickle.PickleBuffer) -> bool:
         """Take an out-of-band buffer; True leaves it in the pickle."""
@@ -294,8 +294,8 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
             cloudpickle.register_pickle_by_value(sys.modules[name])  # for good: other threads pickle, too
         if isinstance(obj, io.TextIOWrapper):
             raise TypeError("cannot pickle an open file")  # cloudpickle would read all of it
-        if isinstance(obj, type) and (own := forked_class(obj, is_forked())) is not None:
-            return own
+        if isinstance(obj, type) and (reduction := forked_class(obj, is_forked())) is not None:
+            return reduction
         reducer = self._reducers.get(type(obj))
         return super().reducer_override(obj) if reducer is None else reducer(obj)
 
@@ -468,7 +468,7 @@ def _array(
     return array
 
 
-def _memmap(array: NDArray[Any], told: dict[str, Any]) -> np.memmap[Any, Any]:
+def _memmap(array: NDArray[Any], attributes: dict[str, Any]) -> np.memmap[Any, Any]:
     mapped = array.view(np.memmap)
-    vars(mapped).update(told)
+    vars(mapped).update(attributes)
     return mapped

@@ -225,9 +225,9 @@ class Arena:
             leased = [back for back in self._alive if back.slab is not None]
         hidden += [back.slab for back in leased if self._hides and back.on_return is None and back.slab]
         left_out = [slab for slab in hidden if isinstance(slab, _Mapping)]
-        kept = {id(slab) for slab in left_out}
+        left_out_ids = {id(slab) for slab in left_out}
         for back in leased:
-            if isinstance(slab := back.slab, _Mapping) and id(slab) not in kept:
+            if isinstance(slab := back.slab, _Mapping) and id(slab) not in left_out_ids:
                 slab.set_forked(True)
         for slab in left_out:
             slab.set_forked(False)
@@ -339,14 +339,14 @@ class HeapKeeper:
 
     def __init__(self, limit_bytes: int, trim: Callable[[int], None] = trim_heap) -> None:
         self._share, self._trim = limit_bytes // _TRIMS_IN_LIMIT, trim
-        self._lock = threading.Lock()  # guards _made
-        self._made = self._most = 0
+        self._lock = threading.Lock()  # guards _made_bytes
+        self._made_bytes = self._most = 0
 
     def made(self, nbytes: int) -> None:
         """Record that so many bytes more were made, that will be freed some time."""
         with self._lock:
-            self._made, self._most = self._made + nbytes, max(nbytes, self._most)
-            if self._made < self._share:
+            self._made_bytes, self._most = self._made_bytes + nbytes, max(nbytes, self._most)
+            if self._made_bytes < self._share:
                 return
-            self._made = 0
+            self._made_bytes = 0
         self._trim(self._share + self._most)  # what is made next needs the pages of what was made last

@@ -113,15 +113,15 @@ class FileGuards:
             if self._closed or len(self._held) >= self.most:
                 return None
             owner = self._listener()
-            own = os.dup(descriptor)
+            duplicate = os.dup(descriptor)
             try:
-                fcntl.fcntl(own, _F_SETOWN_EX, struct.pack("ii", _F_OWNER_TID, owner))
-                fcntl.fcntl(own, fcntl.F_SETSIG, _SIGNAL)
-                fcntl.fcntl(own, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+                fcntl.fcntl(duplicate, _F_SETOWN_EX, struct.pack("ii", _F_OWNER_TID, owner))
+                fcntl.fcntl(duplicate, fcntl.F_SETSIG, _SIGNAL)
+                fcntl.fcntl(duplicate, fcntl.F_SETLEASE, fcntl.F_RDLCK)
             except OSError:
-                os.close(own)
+                os.close(duplicate)
                 return None
-            guard = only_ours(FileGuard(self, own, holder))
+            guard = only_ours(FileGuard(self, duplicate, holder))
             self._held.add(guard)
             return guard
 

@@ -126,8 +126,8 @@ class Monitor(RLock):  # type: ignore[misc]  # typeshed calls it final; CPython 
         """Give the lock up until notified; False: nobody did in time."""
         waiter = allocate_lock()
         waiter.acquire()
-        own: tuple[threading.Lock, list[bool]] = (waiter, [])
-        self._waiters.append(own)
+        entry: tuple[threading.Lock, list[bool]] = (waiter, [])
+        self._waiters.append(entry)
         saved, notified = None, False
         try:
             saved = self._release_save()
@@ -138,8 +138,8 @@ class Monitor(RLock):  # type: ignore[misc]  # typeshed calls it final; CPython 
                 self._acquire_restore(saved or (1, threading.get_ident()))
             raise
         finally:
-            if own in self._waiters:
-                self._waiters.remove(own)
+            if entry in self._waiters:
+                self._waiters.remove(entry)
         return notified
 
     def without(self, work: Callable[[], object]) -> None:
@@ -155,9 +155,9 @@ class Monitor(RLock):  # type: ignore[misc]  # typeshed calls it final; CPython 
     def notify(self) -> None:
         """Wake one of those that wait. Under the lock."""
         while self._waiters:
-            waiter, told = self._waiters[0]
-            was_told = bool(told)  # and a Ctrl-C came before it was taken out: it may not have been woken
-            told.append(True)
+            waiter, notices = self._waiters[0]
+            was_told = bool(notices)  # and a Ctrl-C came before it was taken out: it may not have been woken
+            notices.append(True)
             if waiter.locked():
                 waiter.release()
             self._waiters.popleft()

@@ -52,15 +52,15 @@ class MappedFile(NamedTuple):
 
 def file_mappings() -> list[FileMapping]:
     """Return what this process has mapped of files that still have a name, ascending; [] without /proc."""
-    found: list[FileMapping] = []
+    mappings: list[FileMapping] = []
     with contextlib.suppress(OSError), open("/proc/self/maps", errors="surrogateescape") as lines:
         for line in lines:
             addresses, access, offset, device, inode, *path = line.rstrip("\n").split(maxsplit=5)
             if inode == "0" or access[0] != "r" or not path or path[0].endswith(" (deleted)"):
                 continue
             start, end = (int(address, 16) for address in addresses.split("-"))
-            found.append(FileMapping(start, end, access, int(offset, 16), (device, int(inode), path[0])))
-    return found
+            mappings.append(FileMapping(start, end, access, int(offset, 16), (device, int(inode), path[0])))
+    return mappings
 
 
 def mapping_at(mappings: Sequence[FileMapping], address: int, nbytes: int) -> FileMapping | None:

@@ -176,7 +176,7 @@ class Mappings:
         self._lock = threading.Lock()  # guards what follows
         self._shards: OrderedDict[str, MappedShard] = OrderedDict()
         self._read_before: set[tuple[str, int]] = set()
-        self._kept: OrderedDict[tuple[str, int], tuple[MappedShard, int]] = OrderedDict()
+        self._kept_ranges: OrderedDict[tuple[str, int], tuple[MappedShard, int]] = OrderedDict()
         self._kept_bytes = 0
         self._paged: dict[tuple[str, int], int] = {}
         """Bytes of the ranges that have pages in this process."""
@@ -201,17 +201,17 @@ class Mappings:
         """
         with self._lock:
             known = [self._shards.get(shard.url) for shard, _, _ in ranges]
-        mapped = [at or self._map(shard) for at, (shard, _, _) in zip(known, ranges, strict=True)]
+        mapped = [file or self._map(shard) for file, (shard, _, _) in zip(known, ranges, strict=True)]
         flags = [0] * len(ranges)
         if brings_pages:
             flags = self._record_use([(shard.url, offset) for shard, offset, _ in ranges], ranges)
         # Each file is looked at once, with its first range: that it changed is told before what it lacks.
-        first_of = {id(at): number for number, at in reversed([*enumerate(mapped)])}
+        first_of = {id(file): number for number, file in reversed([*enumerate(mapped)])}
         for number in first_of.values():
             flags[number] |= RangeFlag.CHECK
         entries = [
-            at.entry(offset, length if brings_pages else 0, flag)
-            for at, (_, offset, length), flag in zip(mapped, ranges, flags, strict=True)
+            file.entry(offset, length if brings_pages else 0, flag)
+            for file, (_, offset, length), flag in zip(mapped, ranges, flags, strict=True)
         ]
         self._bring(mapped, ranges, np.array(entries, np.int64).reshape(-1, 6))
         return mapped
@@ -227,10 +227,10 @@ class Mappings:
     def _record_use(self, keys: list[tuple[str, int]], ranges: Sequence[tuple[Shard, int, int]]) -> list[int]:
         """Ranges are in use now; gives the flags of what is known of each."""
         with self._lock:
-            kept = [self._forget(key) for key in keys]
+            kept_flags = [self._forget(key) for key in keys]
             flags = [
                 RangeFlag.KEPT * was_kept + RangeFlag.AHEAD * (key not in self._read_before)
-                for key, was_kept in zip(keys, kept, strict=True)
+                for key, was_kept in zip(keys, kept_flags, strict=True)
             ]
             self._paged.update((key, length) for key, (_, _, length) in zip(keys, ranges, strict=True))
             if len(self._read_before) < _REMEMBERED:
@@ -260,20 +260,20 @@ class Mappings:
             for mapped, offset, length in ranges:
                 key = mapped.shard.url, offset
                 self._forget(key)  # windows that overlap release a block one after the other
-                self._kept[key] = mapped, length
+                self._kept_ranges[key] = mapped, length
                 self._kept_bytes += length
                 self._paged[key] = length
             while self._kept_bytes > self._keep_bytes:
-                key, (shard, nbytes) = self._kept.popitem(last=False)
+                key, (shard, nbytes) = self._kept_ranges.popitem(last=False)
                 self._kept_bytes -= nbytes
                 self._paged.pop(key, None)
                 gone.append((shard, key[1], nbytes))
-        for shard, at, nbytes in gone:
-            shard.release(at, nbytes)
+        for shard, start, nbytes in gone:
+            shard.release(start, nbytes)
 
     def _forget(self, key: tuple[str, int]) -> bool:
         """Forget a range; return whether it was kept."""
-        kept_range = self._kept.pop(key, None)
+        kept_range = self._kept_ranges.pop(key, None)
         if kept_range is None:
             return False
         self._kept_bytes -= kept_range[1]
@@ -291,7 +291,7 @@ def will_need(addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
     try:
         for first in range(0, len(pages), _IOV_MAX):
             count = min(_IOV_MAX, len(pages) - first)
-            at = ctypes.c_void_p(pages.ctypes.data + first * 16)
-            call(_PROCESS_MADVISE, descriptor, at, ctypes.c_size_t(count), mmap.MADV_WILLNEED, 0)
+            pointer = ctypes.c_void_p(pages.ctypes.data + first * 16)
+            call(_PROCESS_MADVISE, descriptor, pointer, ctypes.c_size_t(count), mmap.MADV_WILLNEED, 0)
     finally:
         os.close(descriptor)

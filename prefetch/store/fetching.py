@@ -113,7 +113,7 @@ class RangeFetcher:
         first = loop.create_task(self._stream(read, part, fs, path, fill, stall_s))
         tasks = [first]
         try:
-            asked_at, asked_s = part.at, self._now()
+            asked_at, asked_s = part.position, self._now()
             part.heard_s = asked_s
             await _first_of(first, read.awaited)
             if not first.done() and self.long_s(read) is None:  # a second look: others may have told by then
@@ -124,14 +124,14 @@ class RangeFetcher:
                 now_s, due_s = self._now(), hedge_due_s(asked_s, part.heard_s, long_s)
                 if not hedged and now_s >= due_s and self._may_hedge(part.left):
                     hedged = True
-                    other = RangePart(part.at, part.at, part.end, now_s)
+                    other = RangePart(part.position, part.position, part.end, now_s)
                     second = loop.create_task(self._stream(read, other, fs, path, fill, stall_s))
                     tasks.append(second)
                     await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
                     if not _succeeded(first):
                         await asyncio.wait([second])
                     if _succeeded(second) and not _succeeded(first):
-                        part.at = part.end
+                        part.position = part.end
                         self._count(hedges_won=1)
                         return
                     continue  # the second failed, and the first may be silent for ever
@@ -139,7 +139,7 @@ class RangeFetcher:
                 silent_s = self._policy.awaited_stall_s(read.stalls, long_s)
                 if now_s >= part.heard_s + silent_s:
                     raise TimeoutError(f"no byte came for {silent_s:.3g} s, and the training waits")
-                if is_crawling(now_s - asked_s, part.at - asked_at, part.left, silent_s):
+                if is_crawling(now_s - asked_s, part.position - asked_at, part.left, silent_s):
                     raise TimeoutError(f"few bytes came in {now_s - asked_s:.3g} s, and the training waits")
                 next_s = due_s if due_s > now_s and not hedged else part.heard_s + silent_s
                 # Each byte puts it off; in a pause the clock stands still.
@@ -171,10 +171,10 @@ class RangeFetcher:
         """Fill a part as its bytes come; it is whole, or an error says why not."""
         failure: Exception | None = None
         try:
-            memory, arrived = read.out.data[part.at : part.end], partial(self._arrived, part)
+            memory, arrived = read.out.data[part.position : part.end], partial(self._arrived, part)
             arrival = Arrival(memory, arrived, stall_s, self._pause)
             check = partial(self.check, read.shard)
-            if not await arrival.wait_for(fill(fs, path, read.offset + part.at, arrival.dest, check)):
+            if not await arrival.wait_for(fill(fs, path, read.offset + part.position, arrival.dest, check)):
                 failure = TimeoutError(f"no byte came for {stall_s:g} s")
         except Exception as error:
             failure = error
@@ -188,7 +188,7 @@ class RangeFetcher:
         part.check_whole()
 
     def _arrived(self, part: RangePart, nbytes: int) -> None:
-        part.at += nbytes
+        part.position += nbytes
         part.heard_s = self._now()
 
 

@@ -106,7 +106,7 @@ class _ShardBytes(io.RawIOBase):
     """Each read is a request."""
 
     def __init__(self, read_into: ReadInto, shard: Shard) -> None:
-        self._read_into, self._shard, self._at = read_into, shard, 0
+        self._read_into, self._shard, self._position = read_into, shard, 0
 
     def readable(self) -> bool:
         return True
@@ -115,18 +115,18 @@ class _ShardBytes(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._shard.size}[whence]
-        self._at = max(0, base + offset)
-        return self._at
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._shard.size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
 
     def readinto(self, out: Any) -> int:
-        dest = np.frombuffer(out, np.uint8)[: max(0, self._shard.size - self._at)]
+        dest = np.frombuffer(out, np.uint8)[: max(0, self._shard.size - self._position)]
         if len(dest):
-            self._read_into(self._shard, self._at, dest)
-            self._at += len(dest)
+            self._read_into(self._shard, self._position, dest)
+            self._position += len(dest)
         return len(dest)
 
     def readall(self) -> bytes:
-        rest = bytearray(max(0, self._shard.size - self._at))
+        rest = bytearray(max(0, self._shard.size - self._position))
         self.readinto(rest)  # in one request; the base class makes small ones
         return bytes(rest)

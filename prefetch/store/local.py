@@ -59,6 +59,6 @@ def read_local(shard: Shard, offset: int, out: NDArray[np.uint8], *, read: Read 
         raise truncated(shard, offset, out.nbytes, nbytes)
 
 
-def truncated(shard: Shard, offset: int, wanted: int, got: int) -> ShardReadError:
+def truncated(shard: Shard, offset: int, nbytes: int, got: int) -> ShardReadError:
     """The error of a shard that ends too early."""
-    return ShardReadError(shard.url, f"truncated: wanted {wanted} bytes, got {got}", offset, stage="read")
+    return ShardReadError(shard.url, f"truncated: wanted {nbytes} bytes, got {got}", offset, stage="read")

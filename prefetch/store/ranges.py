@@ -50,11 +50,11 @@ def coalesce(
     ends: list[int] = []
     of = np.zeros(len(starts), np.int64)
     wanted_bytes = 0
-    for at, start, length in zip(
+    for index, start, length in zip(
         order.tolist(), starts[order].tolist(), lengths[order].tolist(), strict=True
     ):
         if length == 0:
-            of[at] = max(0, len(firsts) - 1)
+            of[index] = max(0, len(firsts) - 1)
             continue
         end = start + length
         if firsts:
@@ -63,12 +63,12 @@ def coalesce(
             size = joined_end - firsts[-1]
             if new == 0 or (size <= most_bytes and size <= (1 + gap_share) * (wanted_bytes + new)):
                 ends[-1], wanted_bytes = joined_end, wanted_bytes + new
-                of[at] = len(firsts) - 1
+                of[index] = len(firsts) - 1
                 continue
         firsts.append(start)
         ends.append(end)
         wanted_bytes = length
-        of[at] = len(firsts) - 1
+        of[index] = len(firsts) - 1
     first = np.array(firsts, np.int64)
     return first, np.array(ends, np.int64) - first, of
 
@@ -90,33 +90,33 @@ def read_located(
         rows: of the block, [n]; None: all.
     """
     parts = [
-        one if rows is None else Spans(one.buffer, one.starts[rows], one.lengths[rows])
-        for one in spans.values()
+        part if rows is None else Spans(part.buffer, part.starts[rows], part.lengths[rows])
+        for part in spans.values()
     ]
-    starts = np.concatenate([one.starts for one in parts])
-    firsts, sizes, of = coalesce(starts, np.concatenate([np.maximum(one.lengths, 0) for one in parts]))
+    starts = np.concatenate([part.starts for part in parts])
+    firsts, sizes, of = coalesce(starts, np.concatenate([np.maximum(part.lengths, 0) for part in parts]))
     buffer, targets = np.empty(int(sizes.sum()), np.uint8), np.cumsum(sizes) - sizes
-    for first, size, at in zip(firsts.tolist(), sizes.tolist(), targets.tolist(), strict=True):
-        read_into(block.shard, block.offset + first, buffer[at : at + size])
+    for first, size, target in zip(firsts.tolist(), sizes.tolist(), targets.tolist(), strict=True):
+        read_into(block.shard, block.offset + first, buffer[target : target + size])
     moved = starts + (targets - firsts)[of] if len(firsts) else np.zeros_like(starts)
     columns: Columns = {}
-    ends = np.cumsum([len(one) for one in parts])[:-1]
-    for name, one, places in zip(spans, parts, np.split(moved, ends), strict=True):
+    ends = np.cumsum([len(part) for part in parts])[:-1]
+    for name, part, places in zip(spans, parts, np.split(moved, ends), strict=True):
         spec = schema.get(name)
         columns[name] = (
             numbers_at(buffer, places, spec.dtype, spec.shape)
             if spec is not None and spec.kind == "fixed"
-            else Spans(buffer, places, one.lengths)
+            else Spans(buffer, places, part.lengths)
         )
     return columns
 
 
 @dataclass(eq=False)
 class RangePart:
-    """A piece of a range: the bytes [at, end) of the destination are still to come."""
+    """A piece of a range: the bytes [position, end) of the destination are still to come."""
 
     begin: int
-    at: int
+    position: int
     end: int
     heard_s: float
     """The time when its last byte came, or it was asked."""
@@ -124,7 +124,7 @@ class RangePart:
     @property
     def left(self) -> int:
         """Return the number of bytes still to come."""
-        return self.end - self.at
+        return self.end - self.position
 
     def check_whole(self) -> None:
         """Raise `CutBodyError` if bytes are still to come."""

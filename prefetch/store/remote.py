@@ -52,7 +52,7 @@ class RemoteReader:
             raise truncated(shard, offset, out.nbytes, max(0, shard.size - offset))
         began_s, part_bytes = self._now(), self._settings.part_bytes
         starts = range(0, out.nbytes, part_bytes)
-        parts = [RangePart(at, at, min(at + part_bytes, out.nbytes), began_s) for at in starts]
+        parts = [RangePart(start, start, min(start + part_bytes, out.nbytes), began_s) for start in starts]
         read = RangeRead(shard=shard, offset=offset, out=out, awaited=awaited, began_s=began_s, parts=parts)
         try:
             attempts = self._attempt_until_whole(read)
@@ -132,7 +132,7 @@ class RemoteReader:
                     )
                 raise ShardReadError(shard.url, reason, offset, stage="read") from error
             del error
-            resumed = sum(part.begin < part.at < part.end for part in read.parts)
+            resumed = sum(part.begin < part.position < part.end for part in read.parts)
             self._count(retries=1, resumed=resumed)
             read.reason, read.left_then = reason, read.left
             with self._lock:
@@ -166,10 +166,10 @@ class RemoteReader:
             self._fetcher.check(read.shard, self._block(read, fs, stall_s, lambda: fs.info(path)))
         for part in read.parts:
             if part.left:
-                ask = partial(self._piece, fs, path, read.shard.url, read.offset + part.at, part.left)
+                ask = partial(self._piece, fs, path, read.shard.url, read.offset + part.position, part.left)
                 piece = self._block(read, fs, stall_s, ask)[: part.left]
-                read.out.data[part.at : part.at + len(piece)] = piece
-                part.at, part.heard_s = part.at + len(piece), self._now()
+                read.out.data[part.position : part.position + len(piece)] = piece
+                part.position, part.heard_s = part.position + len(piece), self._now()
                 part.check_whole()
 
     def _piece(self, fs: Any, path: str, url: str, start: int, nbytes: int) -> bytes:

@@ -214,8 +214,8 @@ class WorkerPool:
     def _run_worker(self, worker: int, region: int, tasks: int) -> None:
         """In a process that a template has forked."""
         common = {**self._common, "parent": os.getppid()}
-        own = connection.Connection(tasks, writable=False)
-        self._target(WorkerStart(worker=worker, region=region, tasks=own, **common))
+        reader = connection.Connection(tasks, writable=False)
+        self._target(WorkerStart(worker=worker, region=region, tasks=reader, **common))
 
     def replace(self, worker: int) -> None:
         """Start a process in the place of one that has died, which works in another region of the file.
@@ -295,8 +295,8 @@ class WorkerPool:
             except BlockingIOError:
                 return []
             records = map(WorkerResponse._make, RECORD.iter_unpack(data))
-            responses = [one for one in records if self.regions[one.runner] == one.region]
-            self._answered.update(one.runner for one in responses)
+            responses = [record for record in records if self.regions[record.runner] == record.region]
+            self._answered.update(response.runner for response in responses)
             return responses
 
     def wake(self) -> None:
@@ -325,10 +325,10 @@ class WorkerPool:
                     return []
                 dead = [worker for fd, worker in self._sentinels.items() if fd in ready]
                 if dead:
-                    children = [(one, self.processes[one]) for one in dead]
+                    children = [(number, self.processes[number]) for number in dead]
                     for _, child in children:
                         child.join(_KILL_S)
-                    ended = [(one, child.pid or 0, child.exitcode) for one, child in children]
+                    ended = [(number, child.pid or 0, child.exitcode) for number, child in children]
                     raise WorkerDiedError(ended, memory_note(self._oom_kills))
                 if not ready and rest_s <= 0:
                     return []

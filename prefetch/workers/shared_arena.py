@@ -278,10 +278,10 @@ class SharedFile:
 
     def write_message(self, offset: int, data: bytes | memoryview) -> None:
         """Fill a part of the message, without mapping its pages here."""
-        rest, at = memoryview(data).cast("B"), self.message_offset + offset
+        rest, position = memoryview(data).cast("B"), self.message_offset + offset
         while rest:
-            written = os.pwrite(self.fd, rest, at)
-            rest, at = rest[written:], at + written
+            written = os.pwrite(self.fd, rest, position)
+            rest, position = rest[written:], position + written
 
     def write_memory(self, offset: int, address: int, nbytes: int) -> None:
         """Fill a part of the message from memory."""
@@ -374,8 +374,8 @@ class SharedFile:
                 gives_back = give_pages_back(self.memory, start, first - start)
             start = last
         for first, last, group in ranges:
-            own = [offset for offset in offsets & self._registered.keys() if first <= offset < last]
-            calls = [self._registered.pop(offset) for offset in own]
+            inside = [offset for offset in offsets & self._registered.keys() if first <= offset < last]
+            calls = [self._registered.pop(offset) for offset in inside]
             if gives_back:
                 calls.append(partial(self.memory.madvise, mmap.MADV_REMOVE, first, last - first))
             remains = only_ours(_Remains(self, calls))

@@ -120,9 +120,9 @@ _server = forkserver.ForkServer()
 
 def warm_up(modules: Collection[str]) -> None:
     """Start our server, if it does not run, without waiting for it; `modules`: what it imports, too."""
-    own = {name for name in modules if name and getattr(sys.modules.get(name), "__spec__", None)}
+    names = {name for name in modules if name and getattr(sys.modules.get(name), "__spec__", None)}
     with signals_held():
-        _shielded(_server, [*_OF_ALL, *sorted(own - {"__main__", "builtins"})])
+        _shielded(_server, [*_OF_ALL, *sorted(names - {"__main__", "builtins"})])
         _server.ensure_running()
 
 

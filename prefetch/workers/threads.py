@@ -90,7 +90,7 @@ class WorkerThreads:
     def _with_rest(self, finished: list[Any]) -> list[Any]:
         while not self._finished.empty():  # there is one receiver
             finished.append(self._finished.get())
-        return [one for one in finished if one is not _CLOSED]
+        return [result for result in finished if result is not _CLOSED]
 
     def stacks(self) -> str:
         """Return the stack of every thread."""

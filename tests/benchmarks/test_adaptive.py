@@ -103,7 +103,7 @@ class Hasty(AdaptiveDepth):
         if not waited:
             self._correction = max(0, self._correction - 1)
         super()._move(seen, waited)
-        depth = max(self._least, math.ceil(min(self._wanted, self._most)) + self._correction)
+        depth = max(self._least, math.ceil(min(self._target, self._most)) + self._correction)
         if depth < self._decision.value and not self._limited_by:
             self._set(seen, depth, "at once")
 

@@ -206,7 +206,7 @@ def nodes_of(*cpus: int, labels: Sequence[dict[str, str]] = ()) -> ClusterNodes:
         {"NodeID": f"{number}", "Resources": {"CPU": float(count)} if count else {}, "Labels": of}
         for number, (count, of) in enumerate(zip(cpus, labels or [{}] * len(cpus), strict=True))
     ]
-    return ClusterNodes(nodes=nodes, own="0")
+    return ClusterNodes(nodes=nodes, home_id="0")
 
 
 @pytest.mark.parametrize(
