@@ -8,7 +8,7 @@ from wall import OPENED_BY, OUTSIDE, VALUES, core_lines, core_tests, is_in, is_o
 
 from dataflow import _MODULES as PUBLIC
 
-MOST_CORE_LINES = 49_965
+MOST_CORE_LINES = 49_953
 """The lines of the core in Python, as `wc -l` counts them."""
 TABLES = {
     "dataflow",  # public names

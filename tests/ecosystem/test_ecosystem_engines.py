@@ -23,7 +23,7 @@ from dataflow import ShardWriter
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(180)]
 
-PATHS = [str(ROOT), str(ROOT / "tests" / "dataflow" / "engines")]
+PATHS = [str(ROOT), str(ROOT / "tests" / "dataflow" / "executors")]
 RUNNER = ["mpiexec", "-n", "3", sys.executable, "-m", "mpi4py.futures"]
 
 
