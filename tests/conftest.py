@@ -15,6 +15,7 @@ import pytest
 from datasets_kit import MAKERS, Made, Make, make_ints_tar
 from forked_kit import fork_servers
 from hypothesis import HealthCheck, settings
+from threads_kit import our_threads
 
 # Where Python is told to keep no bytecode, pytest rewrites the assertions of 190 modules in every process of
 # every run anew, which takes 10 s. What tests write and import themselves is still not kept.
@@ -91,7 +92,12 @@ def _mark_variants(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Where actors build, they read, too, but for what is about how this process reads; and who builds."""
+    """Where actors build, they read, too, but for what is about how this process reads; and who builds.
+
+    Threads that are there are of a loader that an earlier test left in a cycle, as tracebacks make them.
+    """
+    if our_threads():
+        gc.collect()
     loader_kit.reads_here = item.get_closest_marker("reads_here") is not None
     loader_kit.chooses_itself = item.get_closest_marker("here") is not None
 

@@ -54,15 +54,28 @@ def test_a_seed_chooses_the_same_mutants_whatever_other_modules_have(
     product = _FOLDER.parent.parent
     shutil.copytree(product / "sharding" / "order", tmp_path / "sharding" / "order")
     chosen = mutants.chosen(tmp_path, 1, 10)
-    assert len({(mutant.module, mutant.function) for mutant in chosen}) == 10
+    assert len({(mutant.module, mutant.function) for mutant in chosen.values()}) == 10
     assert mutants.chosen(tmp_path, 2, 10) != chosen == mutants.chosen(tmp_path, 1, 10)
-    for mutant in chosen:
+    for mutant in chosen.values():
         source = (product / mutant.module).read_bytes()
         assert ast.dump(ast.parse(mutant.of(source))) != ast.dump(ast.parse(source)), mutant
         assert any(mutants.tests_of(product, mutant.module)), mutant
     shutil.copytree(product / "sharding" / "topology", tmp_path / "sharding" / "topology")
     more = mutants.chosen(tmp_path, 1, 1000)
-    assert [mutant for mutant in more if mutant.module.startswith("sharding/order/")][:10] == chosen
+    of_order = [rank for rank, mutant in more.items() if mutant.module.startswith("sharding/order/")]
+    assert of_order[:10] == [*chosen]
+
+
+def test_mutants_that_another_tree_has_are_the_same_in_both(mutants: ModuleType, tmp_path: Path) -> None:
+    product, other = _FOLDER.parent.parent, tmp_path / "sharding" / "order"
+    shutil.copytree(product / "sharding" / "order", other)
+    (other / "lanes.py").unlink()
+    path = other / "order.py"
+    path.write_text(f"# moved by a line\n{path.read_text('utf-8')}", "utf-8")
+    here, there = mutants.chosen(product, 1, 1000, tmp_path), mutants.ranked(tmp_path, 1)
+    assert {mutant.module for mutant in here.values()} == {mutant.module for mutant in there.values()}
+    for rank, mutant in here.items():
+        assert (mutant.module, mutant.text) == (there[rank].module, there[rank].text)
 
 
 def test_results_are_of_many_modules_and_of_nothing_that_a_machine_is_called_by() -> None:
