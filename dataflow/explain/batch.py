@@ -97,7 +97,7 @@ def batch_at(run: ExplainedRun, place: StepPlace, rank: int, world_size: int | N
 
 def facts_of_transforms(dataset: ShardedDataset | Mixture) -> dict[str, str]:
     """The fact of a dataset's transforms for states, at most 60 bytes; none where fingerprints tell."""
-    functions = [f for source in dataset.sources for f in (source.transform, source.batch_transform)]
+    functions = [f for component in dataset.sources for f in (component.transform, component.batch_transform)]
     marks = dict.fromkeys(mark_of(f) for f in functions if f is not None and not _has_fingerprint(f))
     return {TRANSFORMS: str(bounded(" + ".join(marks)))} if marks else {}
 

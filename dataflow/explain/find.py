@@ -126,24 +126,24 @@ def without(dataset: ShardedDataset[Any], samples: Any, on: str) -> ShardedDatas
 
 def chosen(dataset: ShardedDataset | Mixture, samples: Any, on: str = "__key__") -> FoundKeys:
     """Find the samples that keys, a file of keys, an expression or numbers mean; see `find`."""
-    sources = dataset.sources
+    components = dataset.sources
     if isinstance(samples, pc.Expression):
         # A view's samples by their places in the dataset.
         hits = [
-            places_in_selection(source.selection, *view.locate(np.arange(len(view))))
-            for source in sources
-            for view in [source.filter(samples).selection]
+            places_in_selection(component.selection, *view.locate(np.arange(len(view))))
+            for component in components
+            for view in [component.filter(samples).selection]
         ]
         number = np.repeat(np.arange(len(hits)), [len(hit) for hit in hits])
         return FoundKeys(number, np.concatenate(hits), [""] * len(number), [])
     if isinstance(samples, np.ndarray) and samples.dtype.kind in "iu":
-        ends = np.cumsum([len(source) for source in sources])
+        ends = np.cumsum([len(component) for component in components])
         if samples.size and not 0 <= int(samples.min()) <= int(samples.max()) < ends[-1]:
             raise ValueError(f"numbers of samples must be in [0, {ends[-1]:,})")
         number = np.searchsorted(ends, samples, side="right")
         return FoundKeys(number, samples - np.append(0, ends)[number], [""] * len(number), [])
     keys = _keys(samples)
-    matches = [_with_keys(source, keys, on) for source in sources]
+    matches = [_with_keys(component, keys, on) for component in components]
     number = np.repeat(np.arange(len(matches)), [len(places) for places, _ in matches])
     places = np.concatenate([places for places, _ in matches])
     which = np.concatenate([which for _, which in matches]).tolist()
@@ -163,11 +163,11 @@ def _keys(samples: Any) -> pa.Array:
         raise ValueError(f"keys must be all text, all bytes or all integers: {error}") from None
 
 
-def _with_keys(source: ShardedDataset, targets: pa.Array, on: str) -> tuple[Ints, Ints]:
+def _with_keys(component: ShardedDataset, targets: pa.Array, on: str) -> tuple[Ints, Ints]:
     """The samples of a source that have one of the keys, and which."""
-    side = JoinSide(source.source(), source.selection, on)
+    side = JoinSide(component.source(), component.selection, on)
     with closing(side.source.reader):
-        keys = side.keys() if len(source) else targets[:0]
+        keys = side.keys() if len(component) else targets[:0]
     if keys.type != targets.type:
         raise ValueError(f"column {on!r} holds {keys.type}, and the keys are {targets.type}")
     which = pc.index_in(keys, targets).fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
@@ -187,7 +187,7 @@ def table_of_run(run: ExplainedRun, epoch: int, position: int, samples: Any, on:
     if run.history is None:
         raise ValueError(NO_HISTORY)
     matches, notes = chosen(run.dataset, samples, on), dict[str, None]()
-    sizes = np.array([len(source) for source in run.dataset.sources])
+    sizes = np.array([len(component) for component in run.dataset.sources])
     numbers = (np.cumsum(sizes) - sizes)[matches.source] + matches.sample
     if run.history.known_from:
         notes[f"steps before {run.history.known_from:,} are not known"] = None
@@ -205,8 +205,8 @@ def table_of_run(run: ExplainedRun, epoch: int, position: int, samples: Any, on:
                 seen[which].add(step)
     coming = _coming(run, epoch, position, numbers, notes)
     rows = [
-        (key, source, sample, sorted(seen[index]), *coming.get(index, (None, None, None)))
-        for index, (key, source, sample) in enumerate(
+        (key, component, sample, sorted(seen[index]), *coming.get(index, (None, None, None)))
+        for index, (key, component, sample) in enumerate(
             zip(matches.key, matches.source.tolist(), matches.sample.tolist(), strict=True)
         )
     ]

@@ -200,15 +200,15 @@ def _table(
 ) -> pa.Table:
     """The table of a step; `notes`: gets what could not be read of keys, which None leaves out."""
     place = numbered.place
-    source, sample, draw_epoch = _samples(run.plan.dataset, place.epoch, order, rows.position)
+    component, sample, draw_epoch = _samples(run.plan.dataset, place.epoch, order, rows.position)
     num, seed = len(sample), run.plan.seed
     columns: dict[str, Any] = {
         name: np.zeros(num, np.int64) for name in ("shard_row", "block", "block_row", "offset", "length")
     }
     shard, key, number = [""] * num, list[str | None]([None] * num), np.zeros(num, np.int64)
     matches: list[Any] = [[]] * num
-    for which in np.unique(source).tolist():
-        index = np.flatnonzero(source == which)
+    for which in np.unique(component).tolist():
+        index = np.flatnonzero(component == which)
         dataset = run.dataset.sources[which]
         sites = located(dataset, which, sample[index])
         for name, column in columns.items():
@@ -228,7 +228,7 @@ def _table(
         "position": rows.position,
         "rank": rows.rank,
         "row": rows.row,
-        "source": source,
+        "source": component,
         "sample": sample,
         "shard": pa.array(shard, pa.string()).dictionary_encode(),
         "key": key,
@@ -255,12 +255,12 @@ def _samples(
     numbers = order.samples(positions)
     if not isinstance(dataset, Mixture):
         return np.zeros(len(numbers), np.int64), numbers, np.full(len(numbers), epoch)
-    sizes = np.array([len(source) for source in dataset.sources])
+    sizes = np.array([len(component) for component in dataset.sources])
     first = np.cumsum(sizes) - sizes
-    source = np.searchsorted(first, numbers, side="right") - 1
+    component = np.searchsorted(first, numbers, side="right") - 1
     windows, which = np.unique(order.locate(positions)[0], return_inverse=True)
     epochs = [order.source_window(window).epoch for window in windows.tolist()]
-    return source, numbers - first[source], np.array([number or 0 for number in epochs], np.int64)[which]
+    return component, numbers - first[component], np.array([n or 0 for n in epochs], np.int64)[which]
 
 
 def notes_of(table: pa.Table) -> Sequence[str]:

@@ -98,7 +98,7 @@ class ExplainedRun(NamedTuple):
         planner = self.plan.planner
         if planner is None:
             return
-        if planner.is_measured and any(source.transform_wants_rng for source in self.dataset.sources):
+        if planner.is_measured and any(component.transform_wants_rng for component in self.dataset.sources):
             raise ValueError(
                 "the lengths of samples were measured as transform= made them, with rng: they differ from "
                 "epoch to epoch, so only the run itself knew which samples shared a batch"

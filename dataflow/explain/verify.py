@@ -342,15 +342,15 @@ def _name(run: ExplainedRun, items: PlannedItems, index: int) -> str:
     """A planned sample in words."""
     position = items.position[index : index + 1]
     order = run.plan.windows_of(items.epoch)
-    sample, sources = int(order.samples(position)[0]), run.dataset.sources
+    sample, components = int(order.samples(position)[0]), run.dataset.sources
     which = int(items.number[index]) >> SOURCE_SHIFT
-    sample -= sum(len(source) for source in sources[:which])
-    place = located(sources[which], which, np.array([sample]))
+    sample -= sum(len(component) for component in components[:which])
+    place = located(components[which], which, np.array([sample]))
     piece = ""
     if items.pieces is not None:
         start, length = int(items.pieces.begin[index]), int(items.pieces.length[index])
         piece = f" (elements {start:,} to {start + length - 1:,})"
-    source = f" of source {which}" if len(sources) > 1 else ""
+    source = f" of source {which}" if len(components) > 1 else ""
     row = int(place.shard_row[0])
     return f"sample {sample:,}{source}{piece}, row {row:,} of {place.shard[0]}, of step {items.step[index]:,}"
 

@@ -22,8 +22,8 @@ _KEPT_IN_LIMIT = 4
 def kept_bytes(plan: Any, memory_limit: int) -> dict[tuple[int, int], int]:
     """(Source, number of what is joined to it) -> bytes of all its blocks, for those that stay."""
     sizes: dict[tuple[int, int], int] = {}
-    for number, source in enumerate(plan.dataset.sources):
-        for index, join in enumerate(source.joins_used):
+    for number, component in enumerate(plan.dataset.sources):
+        for index, join in enumerate(component.joins_used):
             nbytes = _bytes_in_memory(join)
             if not join.other.reads_values and sum(sizes.values()) + nbytes <= memory_limit // _KEPT_IN_LIMIT:
                 sizes[number, index] = nbytes
@@ -44,13 +44,13 @@ def check_reads(plan: Any, memory_limit: int) -> None:
     residents = kept_bytes(plan, memory_limit)
     if plan.shuffle.kind == "full" or plan.shuffle.is_file_order:
         return  # one read a sample, as it says; what file order takes was checked by the join
-    for number, source in enumerate(plan.dataset.sources):
-        used: Sequence[Join] = source.joins_used
+    for number, component in enumerate(plan.dataset.sources):
+        used: Sequence[Join] = component.joins_used
         for index, join in enumerate(used):
             if join.other.reads_values or (number, index) in residents:
                 continue
             shuffle = plan.shuffle.of_source(number)
-            order = source.windows(0, shuffle, seed=plan.seed)
+            order = component.windows(0, shuffle, seed=plan.seed)
             nbytes = join.other.catalog.blocks.length
             times = reads_in_windows(order, join.matches, nbytes)
             if times > join.amplification:

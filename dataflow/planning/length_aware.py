@@ -110,12 +110,12 @@ def are_measured(settings: StreamSettings, dataset: ShardedDataset | Mixture) ->
     output = _output(batching.column, dataset)
     # Of text and of objects in JSON the schema says that they are no lists of numbers.
     is_made = isinstance(output, ObjectOutput) and output.convert not in (bytes.decode, json.loads)
-    return is_made or any(source.transform for source in dataset.sources)
+    return is_made or any(component.transform for component in dataset.sources)
 
 
 def tells_lengths(dataset: ShardedDataset | Mixture) -> bool:
     """Return whether all transforms have `measure`."""
-    return all(measure_of(source.transform) for source in dataset.sources)
+    return all(measure_of(component.transform) for component in dataset.sources)
 
 
 def _check_others(
@@ -188,14 +188,14 @@ def make_planner(
     Raises as `sharding.lengths.column_lengths.resolve_lengths` does, and `SampleError` where a sample has no
     length.
     """
-    sources = dataset.sources
+    components = dataset.sources
     parts, names = None, (batching.column, *batching.cost_columns)
     if batching.lengths is not None or not measured:
         if measured and (absent := [name for name in names if batching.told.get(name) is None]):
             raise ValueError(f"lengths= does not tell of {absent[0]!r}: pass one for each of {listed(names)}")
         asked = [_lengths_asked(batching.told.get(name), dataset) for name in names]
         parts, *costs = (
-            [_source_lengths(batching, *pair, name) for pair in zip(sources, asked_lengths, strict=True)]
+            [_source_lengths(batching, *pair, name) for pair in zip(components, asked_lengths, strict=True)]
             for name, asked_lengths in zip(names, asked, strict=True)
         )
     shares: Sequence[Fraction] = [Fraction(1)]
@@ -203,9 +203,9 @@ def make_planner(
         shares = dataset.shares
         if parts is not None:
             shares = dataset.sample_shares([*map(batching.delivered, parts)])
-    held = [np.maximum(s.catalog.blocks.length, s.catalog.blocks.nbytes).sum() for s in sources]
+    held = [np.maximum(s.catalog.blocks.length, s.catalog.blocks.nbytes).sum() for s in components]
     each = sum(
-        share * max(1, int(n)) / max(1, len(s)) for share, n, s in zip(shares, held, sources, strict=True)
+        share * max(1, int(n)) / max(1, len(s)) for share, n, s in zip(shares, held, components, strict=True)
     )
     num_in_token, most = sum(map(len, _used(dataset))), DEFAULT_PACKING_WINDOW_SAMPLES
     lengths, mean = None, None
@@ -234,7 +234,7 @@ def _used(dataset: ShardedDataset | Mixture) -> Sequence[ShardedDataset]:
 
 def _lengths_key(batching: Batching, dataset: ShardedDataset | Mixture) -> str:
     """Return what names the lengths that transforms make; "" where nothing does."""
-    transforms = [source.transform for source in _used(dataset) if source.transform is not None]
+    transforms = [component.transform for component in _used(dataset) if component.transform is not None]
     marks = [*dict.fromkeys(map(fingerprint_of, transforms))]
     if batching.lengths_key or not (marks and all(marks)):
         return batching.lengths_key
@@ -244,14 +244,14 @@ def _lengths_key(batching: Batching, dataset: ShardedDataset | Mixture) -> str:
 
 def kept_lengths(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> KeptLengths | None:
     """The lengths that were measured before; None where they have no name, or differ from epoch to epoch."""
-    batching, sources = settings.batching, dataset.sources
+    batching, components = settings.batching, dataset.sources
     if batching is None or not are_measured(settings, dataset) or batching.lengths is not None:
         return None
-    transforms = [source.transform for source in sources if source.transform is not None]
+    transforms = [component.transform for component in components if component.transform is not None]
     if not _lengths_key(batching, dataset) or any(map(has_random_lengths, transforms)):
         return None
     names = (batching.column, *batching.cost_columns)
-    return KeptLengths(*([_lengths_file(batching, source, name) for source in sources] for name in names))
+    return KeptLengths(*([_lengths_file(batching, each, name) for each in components] for name in names))
 
 
 class SampleLengths:
@@ -322,15 +322,15 @@ class SampleLengths:
             )
         _log.info("all samples are read and measured once, before the first batch; their lengths are kept")
         known = []
-        for source in self._dataset.sources:
-            alone = copy.copy(source)
+        for component in self._dataset.sources:
+            alone = copy.copy(component)
             alone.batch_transform = None  # it would run for nothing
-            if self._batching is not None and measure_of(source.transform):
-                alone.transform = LengthsAlone(source.transform, self._batching)
+            if self._batching is not None and measure_of(component.transform):
+                alone.transform = LengthsAlone(component.transform, self._batching)
             lengths = measure(alone)
             if not lengths.are_known:
                 raise ValueError(
-                    f"samples of {source!r} were left out, so they have no length: by tokens, a mixture "
+                    f"samples of {component!r} were left out, so they have no length: by tokens, a mixture "
                     "takes sources whose samples can all be made"
                 )
             assert lengths._known_lengths is not None
@@ -343,14 +343,14 @@ class SampleLengths:
             (self._known_lengths.save_much if if_much else self._known_lengths.save)()
 
 
-def _lengths_file(batching: Batching, source: ShardedDataset, column: str) -> LengthsFile:
+def _lengths_file(batching: Batching, component: ShardedDataset, column: str) -> LengthsFile:
     """Return where the lengths of a source's samples are kept, those of one column."""
-    outputs = [f"{output.name} {output.sources} {output.description()}" for output in source.outputs]
+    outputs = [f"{output.name} {output.sources} {output.description()}" for output in component.outputs]
     return LengthsFile(
-        num_samples=len(source),
-        catalog=source.catalog.fingerprint(),
-        facts=[source.fingerprint(), column, *outputs, _lengths_key(batching, source)],
-        catalog_path=source.catalog_path,
+        num_samples=len(component),
+        catalog=component.catalog.fingerprint(),
+        facts=[component.fingerprint(), column, *outputs, _lengths_key(batching, component)],
+        catalog_path=component.catalog_path,
     )
 
 
@@ -358,17 +358,17 @@ def _lengths_asked(lengths: Any, dataset: ShardedDataset | Mixture) -> Sequence[
     """Return where the lengths of each source come from."""
     if not isinstance(dataset, Mixture):
         return [lengths]
-    sources = dataset.sources
+    components = dataset.sources
     if lengths is None or isinstance(lengths, str) or callable(lengths):
-        return [lengths] * len(sources)
+        return [lengths] * len(components)
     if isinstance(lengths, Mapping):
-        if lengths.keys() == set(sources):
-            return [lengths[source] for source in sources]
-    elif isinstance(lengths, Sequence) and len(lengths) == len(sources):
+        if lengths.keys() == set(components):
+            return [lengths[component] for component in components]
+    elif isinstance(lengths, Sequence) and len(lengths) == len(components):
         return lengths
     raise ValueError(
-        f"lengths= of a mixture of {len(sources)} datasets must be a column, a function of a catalog, a list "
-        "with one of these or an array for each dataset, in order, or a mapping from all its datasets"
+        f"lengths= of a mixture of {len(components)} datasets must be a column, a function of a catalog, a "
+        "list with one of these or an array for each dataset, in order, or a mapping from all its datasets"
     )
 
 

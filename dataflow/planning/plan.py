@@ -99,7 +99,7 @@ class StreamPlan:
     @property
     def has_joins(self) -> bool:
         """Return whether samples bring columns of another dataset along."""
-        return any(source.joins_used for source in self.dataset.sources)
+        return any(component.joins_used for component in self.dataset.sources)
 
     @cached_property
     def makes_rows(self) -> bool:
@@ -365,13 +365,13 @@ class StreamPlan:
 
     def numbers(self, order: EpochOrder, positions: Ints) -> Ints:
         """The numbers of the samples at some positions, as windows have them (`RowNumbers`)."""
-        samples, sources = order.samples(positions), self.dataset.sources
-        ends = np.cumsum([len(source) for source in sources])
+        samples, components = order.samples(positions), self.dataset.sources
+        ends = np.cumsum([len(component) for component in components])
         source_numbers, numbers = np.searchsorted(ends, samples, side="right"), np.empty_like(samples)
         for which in np.unique(source_numbers).tolist():
-            indices, source = np.flatnonzero(source_numbers == which), sources[which]
-            blocks, rows = source.selection.locate(samples[indices] - (int(ends[which]) - len(source)))
-            numbers[indices] = (which << SOURCE_SHIFT) + source.catalog.blocks.first_sample[blocks] + rows
+            indices, component = np.flatnonzero(source_numbers == which), components[which]
+            blocks, rows = component.selection.locate(samples[indices] - (int(ends[which]) - len(component)))
+            numbers[indices] = (which << SOURCE_SHIFT) + component.catalog.blocks.first_sample[blocks] + rows
         return numbers
 
     def without_passed(self, plan: PlanT) -> PlanT:
@@ -391,7 +391,7 @@ def first_plan(dataset: ShardedDataset | Mixture, settings: StreamSettings) -> t
     if batching:
         measured = are_measured(settings, dataset)
         planner = make_planner(batching, dataset, packing_window_bytes(limit), measured=measured)
-    tables = [source.kept_blocks for source in dataset.sources]
+    tables = [component.kept_blocks for component in dataset.sources]
     shuffle, reason = resolve_windows(settings.order, tables, limit)
     plan = StreamPlan(
         dataset=dataset,
@@ -443,7 +443,7 @@ def facts_of(dataset: ShardedDataset | Mixture) -> dict[str, Any]:
 
 def sources_of(mixture: Mixture) -> list[str]:
     """The samples and a digest of each source."""
-    return [f"{len(source)}:{short_digest(source.fingerprint(), 3)}" for source in mixture.sources]
+    return [f"{len(component)}:{short_digest(component.fingerprint(), 3)}" for component in mixture.sources]
 
 
 def _num_weights_set(dataset: ShardedDataset | Mixture) -> int:
@@ -472,12 +472,12 @@ def _differing_data(state: PlanState, of: ShardedDataset | Mixture, here: Facts)
 
 def _first_of(state: PlanState, mixture: Mixture) -> tuple[int, ...] | None:
     """Return what each source gave before a state's epoch, as far as it tells; new ones gave nothing."""
-    sources, num = state.sources, len(mixture.sources)
-    if sources is None and mixture.spec.counts != "tokens":
+    components, num = state.sources, len(mixture.sources)
+    if components is None and mixture.spec.counts != "tokens":
         return None
-    if sources is None or not mixture.spec.num_used <= len(sources) <= num:
-        raise ValueError(f"sources must be {num} integers, got {sources!r}")
-    return (*sources, *[0] * (num - len(sources)))
+    if components is None or not mixture.spec.num_used <= len(components) <= num:
+        raise ValueError(f"sources must be {num} integers, got {components!r}")
+    return (*components, *[0] * (num - len(components)))
 
 
 def _anew(state: PlanState, of: ShardedDataset | Mixture, *, is_same: bool) -> ShardedDataset | Mixture:

@@ -146,7 +146,7 @@ def _plan_actors(settings: StreamSettings, num_ranks: int) -> BuilderPlan:
 
 def _are_copies(dataset: ShardedDataset | Mixture) -> bool:
     """Return whether batches are made by copying alone: no decoder, and nothing of the user's, runs."""
-    transforms = [dataset.batch_transform, *(source.transform for source in dataset.sources)]
+    transforms = [dataset.batch_transform, *(component.transform for component in dataset.sources)]
     return not any(transforms) and all(output.is_copied for output in dataset.outputs)
 
 
@@ -192,7 +192,7 @@ class SessionPlan:
         collate = settings.collate_fn
         if batching is not None and plan.makes_rows:
             collate = gather_of(batching)
-        transforms: list[Any] = [(source.transform, source.transform_wants_rng) for source in dataset.sources]
+        transforms: list[Any] = [(each.transform, each.transform_wants_rng) for each in dataset.sources]
         if plan.asked is not None:
             transforms = [(lengths_alone(fn, plan.asked), has_random_lengths(fn)) for fn, _ in transforms]
         return BuildSettings(
@@ -254,18 +254,18 @@ def loader_limit(
     ranks = topology.local_world_size
     if settings.memory_limit is not None:
         return memory_limit_bytes(settings.memory_limit, ranks)
-    of_windows = window_bytes(plan.shuffle, [source.kept_blocks for source in plan.dataset.sources])
+    of_windows = window_bytes(plan.shuffle, [component.kept_blocks for component in plan.dataset.sources])
     return memory_limit_bytes(None, ranks, of_windows, _building_bytes(plan, builders))
 
 
 def is_all_local(dataset: ShardedDataset | Mixture) -> bool:
     """Return whether no shard is behind a network."""
-    return all(is_local(source.catalog.urls[0]) for source in datasets_read(dataset))
+    return all(is_local(component.catalog.urls[0]) for component in datasets_read(dataset))
 
 
 def datasets_read(dataset: ShardedDataset | Mixture) -> list[ShardedDataset]:
     """The datasets that it delivers columns of: sources, and what is joined to them."""
-    return [read_dataset for source in dataset.sources for read_dataset in source.datasets_read]
+    return [read_dataset for component in dataset.sources for read_dataset in component.datasets_read]
 
 
 def _building_bytes(plan: StreamPlan, builders: BuilderPlan) -> int:
@@ -320,10 +320,10 @@ def check_settings(dataset: ShardedDataset | Mixture, settings: StreamSettings) 
         resolve_name(CHECKED_STEPS)(settings.skip_steps)
     if settings.batching is not None or is_by_tokens(dataset):
         check_batching(settings, dataset)
-    for source in dataset.sources:
-        source.check_missing()
-        if source.transform is not None:
-            fingerprint_of(source.transform)  # raises now, not where a state is taken
+    for component in dataset.sources:
+        component.check_missing()
+        if component.transform is not None:
+            fingerprint_of(component.transform)  # raises now, not where a state is taken
 
 
 def with_steps(plan: StreamPlan, steps: Sequence[StepRange], *begin: Any) -> StreamPlan:

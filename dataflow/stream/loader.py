@@ -152,14 +152,14 @@ class StreamLoader:
             planner = planner.with_lengths(self._lengths.measured(self._measure))
         self._use_planner(planner)
 
-    def _measure(self, source: ShardedDataset) -> SampleLengths:
+    def _measure(self, component: ShardedDataset) -> SampleLengths:
         """Measure all samples of a source whose lengths are not known yet, on all ranks, each its part."""
         changes: dict[str, Any] = {"shuffle": None, "device": None, "skip_steps": ()}
-        loader = StreamLoader(source, replace(self.settings, topology=self._rank.topology, **changes))
+        loader = StreamLoader(component, replace(self.settings, topology=self._rank.topology, **changes))
         try:
             assert loader._lengths is not None
             if not loader._lengths.are_known:
-                num_samples = len(source) // loader.topology.data_world_size
+                num_samples = len(component) // loader.topology.data_world_size
                 with ProgressBar("measuring lengths", total=num_samples, unit="sample") as bar:
                     for _ in loader:
                         bar.show(loader.counters.samples)
@@ -190,7 +190,7 @@ class StreamLoader:
     def _planning(self) -> AbstractContextManager[None]:
         samples = sum(map(len, self.dataset.sources))
         cure = "take fewer at a time (dataset.subset), or another shuffle= or batching="
-        catalogs = (source.catalog for source in self.dataset.sources)
+        catalogs = (component.catalog for component in self.dataset.sources)
         return told_of_memory(f"plan an epoch of {samples:,} samples", cure, catalogs)
 
     # ---- iterating ----------------------------------------------------------------------------------

@@ -371,10 +371,10 @@ class MeasuringStage:
 
     def _error(self, position: int, reason: str) -> SampleError:
         """An error that names the sample at a position."""
-        sample, sources = int(self._order.samples(np.array([position]))[0]), self._plan.dataset.sources
-        ends = np.cumsum([len(source) for source in sources])
+        sample, components = int(self._order.samples(np.array([position]))[0]), self._plan.dataset.sources
+        ends = np.cumsum([len(component) for component in components])
         number = int(np.searchsorted(ends, sample, side="right"))
-        dataset = sources[number]
+        dataset = components[number]
         rows = np.array([sample - int(ends[number]) + len(dataset)])
         return error_of_sample(dataset, rows, reason, stage="transform")
 
