@@ -94,7 +94,7 @@ def _mark_variants(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Where actors build, they read, too, but for what is about how this process reads; and who builds.
 
-    Threads that are there are of a loader that an earlier test left in a cycle, as tracebacks make them.
+    Threads that are there are of a loader that an earlier test left in a cycle, as examples of docstrings do.
     """
     if our_threads():
         gc.collect()
