@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,19 @@ def test_what_doubles_in_a_loop_is_an_error(how: str) -> None:
 def test_an_operation_that_would_make_too_much_does_not_run(what: str) -> None:
     with pytest.raises(TemplateLimitError, match="it is broken or means harm"):
         ChatText(GROWING[what], {}).rendered(MESSAGES)
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("what", ["the filter replace", "the method replace"])
+def test_what_would_be_too_much_is_refused_before_it_takes_memory(what: str) -> None:
+    text = ChatText(GROWING[what], {})
+    tracemalloc.start()
+    try:
+        with pytest.raises(TemplateLimitError, match="more text or lists"):
+            text.rendered(MESSAGES)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20  # of 50 MB that it would make
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_rendering_that_computes_for_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,7 @@ def test_labels_may_be_numbers_or_text(parquet, column):
         (("--ranks", "4", "--nodes", "3"), "num_nodes must be >= 1 and divide world_size=4, got 3"),
         (("--shuffle", "full", "--window-blocks", "3"), "a full shuffle has no windows"),
         (("--plot", "plan.gif"), "a picture must end in .png or .svg or .html, got 'plan.gif'"),
+        (("--plot", "-"), "a picture must end in .png or .svg or .html, got '-'"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(parquet, arguments, says):

@@ -191,6 +191,17 @@ def test_the_bottleneck_is_the_one_that_doctor_names(shares: dict[str, float], w
     assert training.action
 
 
+@pytest.mark.parametrize("first", ["train", "validation"])
+def test_of_two_loaders_the_one_that_trains_tells_what_holds_the_training_up(first: str) -> None:
+    def both(at_s: float) -> TrainingRecord:
+        [train] = record(at_s, waited=0.5).loaders
+        often = msgspec.structs.replace(train, name="held out", role="validation", stats=stats(4 * at_s))
+        loaders = (train, often) if first == "train" else (often, train)
+        return record(at_s, loaders=loaders)
+
+    assert after(*[[both(at)] for at in (10, 11, 12)]).shares["data"] == pytest.approx(0.5)
+
+
 def test_a_schedule_tells_communication_apart() -> None:
     def schedule(windows: int) -> ScheduleRecord:
         seconds = {"data": 0.01, "peers": 0.0, "compute": 0.1, "exposed": 0.3, "optimizer": 0.01}

@@ -8,6 +8,7 @@ import datetime
 import enum
 import functools
 import math
+import os
 import pickle
 import subprocess
 import sys
@@ -22,12 +23,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from forked_kit import exit_code_in_child
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as npst
 from torch.utils.data import Dataset
 
 from dataflow import DataLoader
 from prefetch.interpreter import is_importable
+from prefetch.ipc.forked_classes import dumps_to_fork
 from prefetch.ipc.payload import dumps_by_value, pack, placed_offsets, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of half its special tensors
@@ -379,6 +382,15 @@ def test_by_value_can_be_refused_and_nothing_goes_by_value_that_need_not() -> No
     assert not pack([Sample(1), Named(1, 2), torch.ones(2)]).by_value
     with pytest.raises((AttributeError, pickle.PicklingError)):
         pack(local_class()(1), by_value=False)
+
+
+def test_what_a_fork_makes_of_a_local_class_is_of_that_class() -> None:
+    cls, (reader, writer) = local_class(), os.pipe()
+    with open(reader, "rb") as received, open(writer, "wb") as sending:
+        code = exit_code_in_child(lambda: os.write(sending.fileno(), dumps_to_fork(cls(3))))
+        sending.close()
+        one = pickle.load(received)
+    assert (code, type(one) is cls, one.value) == (0, True, 3)
 
 
 @pytest.mark.parametrize("by_value", [None, True, False])

@@ -138,3 +138,16 @@ def test_a_host_that_asks_for_a_pause_is_left_alone_by_all_processes(monkeypatch
     with pytest.raises(StatusError, match="429"):
         read(site, monkeypatch)
     assert len(site.asked) == 2
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize(("after_s", "num_asked"), [(54.5, 1), (55.5, 2)])
+def test_a_host_is_left_alone_until_its_pause_is_over(
+    monkeypatch: pytest.MonkeyPatch, after_s: float, num_asked: int
+) -> None:
+    site = Site(lambda url, request: head(429, ratelimit='"resolvers";r=0;t=55'))
+    for now_s in (NOON, NOON + after_s):
+        monkeypatch.setattr(hub.time, "time", lambda now_s=now_s: now_s)
+        with pytest.raises(StatusError, match="429"):
+            read(site, monkeypatch)
+    assert len(site.asked) == num_asked
