@@ -202,6 +202,11 @@ def test_names_may_begin_with_the_folder(folder: Path) -> None:
     assert [row["jpg"] for row in rows(opened(folder, manifest="m.csv"))] == [b"one", b"three"]
 
 
+def test_names_of_one_file_may_be_spelled_in_several_ways(folder: Path) -> None:
+    (folder / "m.csv").write_text("file_name\na/1.jpg\na/./1.jpg\na//1.jpg\n././a/1.jpg\n")
+    assert rows(opened(folder, manifest="m.csv")) == [{"jpg": b"one"}] * 4
+
+
 def test_sizes_of_the_table_are_believed_until_a_file_is_read(folder: Path) -> None:
     (folder / "m.csv").write_text("file_name,bytes\n3.jpg,5\na/1.jpg,4\n")
     dataset = opened(folder, manifest=Manifest("m.csv", size="bytes"))
