@@ -389,9 +389,9 @@ def paths_of(rows: ManifestRows, folder: str) -> list[str]:
 
 def _below(name: str, folder: str) -> str:
     """A name that may be spelled with its folder, without it."""
-    if is_local(folder):
-        name = name.removeprefix(local_path(folder).rstrip("/") + "/")
-    return name.removeprefix(folder.rstrip("/") + "/").removeprefix("./")
+    inside = name.removeprefix(local_path(folder).rstrip("/") + "/") if is_local(folder) else name
+    inside = inside.removeprefix(folder.rstrip("/") + "/").removeprefix("./")
+    return inside if inside == name else inside.lstrip("/")
 
 
 def raise_absent(rows: ManifestRows, absent: Sequence[int], folder: str) -> None:

@@ -49,7 +49,7 @@ from dataflow import (
     ShardWriter,
     convert,
 )
-from dataflow.conversion.folder import _this_process, write_errors
+from dataflow.conversion.folder import OutputFolder, _this_process, write_errors
 from dataflow.conversion.plan import bounds_by_bytes
 from dataflow.tools.cli import main
 from sharding.write.file import NewFile
@@ -377,6 +377,12 @@ def test_two_conversions_into_one_folder_at_a_time_are_refused(source: str, tmp_
         with pytest.raises(ConversionError, match="process 4711 on elsewhere: wait for it"):
             convert(source, tmp_path / "a", to="mds", workers=1)
     assert convert(source, tmp_path / "a", to="mds", workers=1).samples == NUM_SAMPLES
+
+
+def test_the_file_that_says_who_converts_has_the_mode_of_other_files(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    with OutputFolder(str(tmp_path)).held():
+        assert (tmp_path / ".convert/owner.json").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_what_lies_in_memory_is_converted_by_this_process_alone(source: str, tmp_path: Path) -> None:

@@ -178,10 +178,11 @@ def test_yaml_that_means_harm_is_an_error_on_the_hub_and_in_a_folder(
         ShardedDataset(str(tmp_path), split="train")
 
 
-def test_a_head_of_any_size_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(card, "_YAML_BYTES", 10)
-    with pytest.raises(ValueError, match=r"the YAML of README\.md in here has 15 characters; at most 10"):
-        card.card_configs({"README.md": "---\nconfigs: [1, 2]\n---\n"}, "here")
+def test_a_head_of_any_size_is_not_parsed() -> None:
+    readme = f"---\nconfigs: [1, 2]\n#{' ' * (4 << 20)}\n---\n"
+    said = r"the YAML of README\.md in here has 4,194,321 characters; at most 4,194,304 are read"
+    with pytest.raises(ValueError, match=said):
+        card.card_configs({"README.md": readme}, "here")
 
 
 def test_names_for_values_are_read_where_they_are_few(hub: HubServer) -> None:

@@ -63,10 +63,13 @@ class FakeStart:
     def __init__(self) -> None:
         self.processes, self._is_opened, self.is_done = FakeBuilders(), threading.Event(), threading.Event()
         self.tell: Callable[[BaseException | None], None] | None = None
+        self.may_return = threading.Event()
+        self.may_return.set()
 
     def open(self, on_start: Callable[[BaseException | None], None]) -> Any:
         self.tell = on_start
         self._is_opened.set()
+        assert self.may_return.wait(TIMEOUT_S)
         return self.processes
 
     @property
@@ -124,6 +127,21 @@ def test_processes_start_when_a_chunk_was_built_and_another_waits() -> None:
     start.wait()
     builders.close()
     assert start.processes.is_stopped
+
+
+def test_processes_that_open_while_all_stop_are_stopped_too() -> None:
+    threads, start = FakeBuilders(), FakeStart()
+    start.may_return.clear()
+    builders = builders_of(threads, start)
+    give(builders, 0, 1, 2, 3)
+    threads.given[0].end()
+    start.wait()
+    builders.stop()
+    assert not start.processes.is_stopped, "they are not there yet"
+    start.may_return.set()
+    builders._starter.close()
+    assert start.processes.is_stopped
+    builders.close()
 
 
 @pytest.mark.parametrize("error", [None, OSError("no memory")])

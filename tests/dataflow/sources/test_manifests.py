@@ -198,8 +198,14 @@ def test_a_store_gives_the_same_samples_as_a_disk(folder: Path) -> None:
 
 
 def test_names_may_begin_with_the_folder(folder: Path) -> None:
-    (folder / "m.csv").write_text(f"file_name,n\n{folder}/a/1.jpg,1\n{folder}/./3.jpg,2\n")
-    assert [row["jpg"] for row in rows(opened(folder, manifest="m.csv"))] == [b"one", b"three"]
+    names = [f"{folder}/a/1.jpg", f"{folder}/./3.jpg", f"{folder}//a/1.jpg", ".//3.jpg"]
+    (folder / "m.csv").write_text("\n".join(["file_name", *names]))
+    assert [row["jpg"] for row in rows(opened(folder, manifest="m.csv"))] == [b"one", b"three"] * 2
+
+
+def test_names_of_one_file_may_be_spelled_in_several_ways(folder: Path) -> None:
+    (folder / "m.csv").write_text("file_name\na/1.jpg\na/./1.jpg\na//1.jpg\n././a/1.jpg\n")
+    assert rows(opened(folder, manifest="m.csv")) == [{"jpg": b"one"}] * 4
 
 
 def test_sizes_of_the_table_are_believed_until_a_file_is_read(folder: Path) -> None:
@@ -259,6 +265,7 @@ def test_a_catalog_keeps_the_rows_and_is_made_anew_when_they_change(folder: Path
             r"row 2 names 'gone\.jpg', .*no such .*1 ot",
         ),
         (b"file_name\n../files/3.jpg\n", CorruptShardError, r"row 1 names '\.\./files.*leads out of"),
+        (b"file_name\n.//../3.jpg\n", CorruptShardError, r"row 1 names '\.//\.\./3\.jpg'.*leads out of"),
         (b"file_name\n/etc/3.jpg\n", CorruptShardError, r"row 1 names '/etc/3\.jpg'.*leads out of"),
         (b"file_name\ns3://b/3.jpg\n", CorruptShardError, r"row 1 names 's3://b/3\.jpg'.*leads out of"),
         (b"file_name,n\n,1\n", CorruptShardError, r"row 1 names no file in column 'file_name'"),

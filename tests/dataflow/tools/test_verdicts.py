@@ -132,6 +132,7 @@ def test_random_reads_decide_where_there_are_any() -> None:
 
 WARM = {"label": {"word": "warm", "reason": "0% of the bytes came from the device"}}
 SLOWED = {"mb_per_s_over_time": [1500.0] * 10 + [300.0] * 10}
+SLOWED_SOON = {"mb_per_s_over_time": [1500.0] * 5 + [300.0] * 15}
 THROTTLED = {"faults": {"throttled": 7}}
 UNEVEN = {"mb_per_s_over_time": [*[600.0] * 5, *[1400.0] * 5, *[1000.0] * 10]}
 
@@ -160,6 +161,7 @@ UNEVEN = {"mb_per_s_over_time": [*[600.0] * 5, *[1400.0] * 5, *[1000.0] * 10]}
             "--seconds 60",
         ),
         ([case(900, **SLOWED)], "200MB/s", "yes", "300 MB/s at the end", "Read blocks"),
+        ([case(600, **SLOWED_SOON)], "500MB/s", "no", "300 MB/s at the end, after 1.5 GB/s", "--seconds 60"),
         ([case(500, **THROTTLED)], "1GB/s", "no", "it refused 7 requests (429, 503)", "prefixes"),
         (
             [case(500, client_is_busy=True)],
