@@ -343,7 +343,7 @@ MOST_LINES = {
     "dataflow/grad/strategies": 1_529,
     "dataflow/joins": 796,
     "dataflow/integrations": 1_146,
-    "dataflow/outputs": 2_559,
+    "dataflow/outputs": 2_556,
     "dataflow/planning": 1_443,
     "dataflow/processes": 1_810,
     "dataflow/progress": 207,

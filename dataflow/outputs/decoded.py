@@ -64,8 +64,7 @@ class DecodedOutput(Output):
 
     is_decoded: ClassVar[bool] = True
     kinds: ClassVar[tuple[str, str, str, str]]
-    """Names in messages for values of one shape, of any shape, lists of the former, and lists of the
-    latter."""
+    """Names in messages for values of one shape, of any shape, lists of the former, and of the latter."""
     is_stacked: bool = False
     """True if values of a batch, which are all of one shape, become one tensor."""
     instead: ClassVar[str] = ""

@@ -96,18 +96,16 @@ class _Look(Struct):
         return _own_size(thing) + self._sum(values, 0)
 
     def _sum(self, things: Sequence[Any], depth: int) -> int:
-        few: list[int] = []
+        few = list[int]()
         if len(things) > _FEW and type(things[0]) in _NESTED:
             few = [self.of(thing, depth) for thing in _spread(things, _FEW)]
             if max(few) <= _SMALL:
                 return sum(few) * len(things) // _FEW
         looked_at = things if len(things) <= _MOST_LOOKED_AT else _spread(things, _MOST_LOOKED_AT)
-        counted = set(_spread(range(len(looked_at)), _FEW)) if few else ()
+        counted = {*_spread(range(len(looked_at)), _FEW)} if few else set()
         others = [thing for i, thing in enumerate(looked_at) if i not in counted] if few else looked_at
-        if _PLAIN.issuperset(map(type, others)):
-            total = sum(few) + sum(map(sys.getsizeof, others))
-        else:
-            total = sum(few) + sum([self.of(thing, depth) for thing in others])
+        size = sys.getsizeof if _PLAIN.issuperset(map(type, others)) else lambda thing: self.of(thing, depth)
+        total = sum(few) + sum(map(size, others))
         return total if looked_at is things else total * len(things) // _MOST_LOOKED_AT
 
     def _tensor(self, tensor: Tensor) -> int:
