@@ -20,8 +20,9 @@ run, each in a process that was forked from one that has imported torch, until o
 In the end all tests that failed run without a mutant. So do the contracts before the first mutant that the
 other tests let pass, and tell which functions they run: those of no other can fail them. Results are kept
 after each mutant: `--resume` goes on with those that have none. A survivor's `note` in the results, which
-people write, is kept. A mutant may end or remove what is not its own: try them where that harms nobody, as
-below `unshare --pid --mount --fork --mount-proc`.
+people write, is kept, as is `before`, the outcome in an earlier tree with that tree's own tests. A mutant
+may end or remove what is not its own: try them where that harms nobody, as below
+`unshare --pid --mount --fork --mount-proc`.
 """
 
 from __future__ import annotations
@@ -469,7 +470,11 @@ def main() -> int:
             if (given.resume and old) or (given.only and names.isdisjoint(given.only)):
                 continue
             result = judge.tried(mutant)
-            known[key] = {**where, **result, **({"note": old["note"]} if "note" in old else {})}
+            known[key] = {
+                **where,
+                **result,
+                **{name: old[name] for name in ("note", "before") if name in old},
+            }
             print(number, result["outcome"], SHOWN.format(**where))
             print(f"    {result['seconds']} s {result['by']}", flush=True)
             write()
