@@ -251,11 +251,21 @@ def test_the_page_on_errors_names_every_error_class() -> None:
     assert "CorruptShardError" in vars(errors)
 
 
-def test_messages_on_the_page_on_errors_are_in_the_source() -> None:
-    known = "\n".join(text for module in MODULES for text in facts(module).texts)
+def listed_messages() -> list[str]:
+    """The messages on the page on errors; "…" stands for what differs."""
     messages = (REFERENCE / "errors.md").read_text("utf-8").partition("\n## Messages and cures\n")[2]
     cells = re.findall(r"^\| (`.*?`) \| ", messages, re.MULTILINE)
-    rows = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
-    pieces = {piece.strip() for row in rows for piece in row.split("…")}
-    assert len(rows) > 20
+    return [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+
+
+def test_messages_on_the_page_on_errors_are_in_the_source() -> None:
+    known = "\n".join(text for module in MODULES for text in facts(module).texts)
+    pieces = {piece.strip() for message in listed_messages() for piece in message.split("…")}
+    assert len(listed_messages()) > 20
     assert sorted(piece for piece in pieces if piece not in known) == []
+
+
+def test_each_message_on_the_page_on_errors_is_expected_by_a_test() -> None:
+    tests = "".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py")).replace("\\", "")
+    pieces = [[piece.strip(" ,:;.()") for piece in message.split("…")] for message in listed_messages()]
+    assert [piece for piece in (max(each, key=len) for each in pieces) if piece not in tests] == []

@@ -50,5 +50,7 @@ def test_a_worker_forked_under_a_lock_is_an_error_that_names_a_way_without_it() 
 @pytest.mark.usefixtures("server_stands_still")
 def test_a_server_that_forks_nothing_is_an_error_that_names_a_way_without_it() -> None:
     loader = DataLoader(torch.arange(8), 2, num_workers=2, multiprocessing_context="forkserver")
-    with pytest.raises(RuntimeError, match=r"has forked no process in .* multiprocessing_context=.fork."):
+    with pytest.raises(
+        RuntimeError, match=r"the fork server has forked no process in .* multiprocessing_context=.fork."
+    ):
         next(iter(loader))

@@ -97,7 +97,7 @@ def test_a_line_that_was_replaced_by_a_deep_one_is_named_when_it_is_read(tmp_pat
 def test_too_many_different_keys_are_refused(tmp_path, kind):
     path = tmp_path / URL
     path.write_bytes(MANY[kind])
-    assert "more than 50000 different keys" in outcome(path)
+    assert "there are more than 50000 different keys" in outcome(path)
 
 
 def test_the_limit_of_keys_is_an_option():

@@ -154,7 +154,7 @@ def test_a_one_task_step_needs_no_node_variables():
     [
         ({"RANK": "0"}, "WORLD_SIZE missing"),
         ({"WORLD_SIZE": "4"}, "RANK missing"),
-        ({"LOCAL_RANK": "0"}, "RANK and WORLD_SIZE are not set"),
+        ({"LOCAL_RANK": "0"}, "RANK and WORLD_SIZE are not set although LOCAL_RANK is: "),
         ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK=4 is not in"),
         ({"RANK": "-1", "WORLD_SIZE": "4"}, "RANK=-1 is not in"),
         ({"RANK": "one", "WORLD_SIZE": "4"}, "RANK must be an integer, got 'one'"),
