@@ -148,7 +148,7 @@ def chosen(dataset: ShardedDataset | Mixture, samples: Any, on: str = "__key__")
     places = np.concatenate([places for places, _ in matches])
     which = np.concatenate([which for _, which in matches]).tolist()
     texts = [_text(key) for key in keys.to_pylist()]
-    missing = [text for index, text in enumerate(texts) if index not in {*which}]
+    missing = [texts[index] for index in sorted({*range(len(texts))} - {*which})]
     return FoundKeys(number, places, [texts[index] for index in which], missing)
 
 
@@ -290,14 +290,11 @@ def units_of(sequence: UnitSequence, positions: Ints) -> tuple[Ints, Ints]:
     and then unit. A sample that is cut is in several units, one that nothing is delivered of in none.
     """
     pairs = [(np.empty(0, np.int64), np.empty(0, np.int64))]
-    for packing_window, ids in windows_touched(np.searchsorted(sequence.bounds, positions, side="right") - 1):
-        first, unit = (
-            int(sequence.bounds[packing_window]),
-            sequence.first_unit[packing_window : packing_window + 2],
-        )
+    for number, ids in windows_touched(np.searchsorted(sequence.bounds, positions, side="right") - 1):
+        first, unit = int(sequence.bounds[number]), sequence.first_unit[number : number + 2]
         if len(unit) < 2 or unit[0] == unit[1]:  # not known, or nothing is delivered of it
             continue
-        index, plan = np.arange(len(positions))[ids], sequence.units(packing_window)
+        index, plan = np.arange(len(positions))[ids], sequence.units(number)
         units = int(unit[0]) + np.repeat(np.arange(len(plan)), np.diff(plan.first))
         by_position = np.argsort(plan.segments.position, kind="stable")
         keys = plan.segments.position[by_position]

@@ -110,10 +110,9 @@ class LoaderStateCallback(TrainerCallback, ExportableState):  # type: ignore[mis
     ) -> None:
         """Load the place that the checkpoint holds."""
         self._loader, self._is_elsewhere = None, False
-        stored = state.stateful_callbacks.get(LoaderStateCallback.__name__)
-        state.stateful_callbacks[LoaderStateCallback.__name__] = (
-            self.state()
-        )  # transformers asks for it before it saves
+        callbacks, name, before = state.stateful_callbacks, LoaderStateCallback.__name__, "KeepPlace"
+        stored = callbacks.pop(before, None) or callbacks.get(name)  # checkpoints of before have its old name
+        callbacks[name] = self.state()  # transformers asks for it before it saves
         if not _is_over_shards(train_dataloader):
             return
         self._loader = train_dataloader

@@ -102,7 +102,7 @@ class _Look(Struct):
             if max(few) <= _SMALL:
                 return sum(few) * len(things) // _FEW
         looked_at = things if len(things) <= _MOST_LOOKED_AT else _spread(things, _MOST_LOOKED_AT)
-        counted = {*_spread(range(len(looked_at)), _FEW)} if few else set()
+        counted = {*_spread(range(len(looked_at)), _FEW)} if few else set()  # seen: again, they are nothing
         others = [thing for i, thing in enumerate(looked_at) if i not in counted] if few else looked_at
         size = sys.getsizeof if _PLAIN.issuperset(map(type, others)) else lambda thing: self.of(thing, depth)
         total = sum(few) + sum(map(size, others))

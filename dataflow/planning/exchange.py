@@ -43,9 +43,9 @@ class LengthExchange:
         # Finders are numbered by shard index, so that they read what they will mostly be asked for by lanes.
         self._ranks = sorted(range(len(shard_indices)), key=lambda rank: (shard_indices[rank], rank))
         self.shard_indices = [shard_indices[rank] for rank in self._ranks]
-        """The shard index of each maker."""
+        """The shard index of each producer."""
         self.producer = self._ranks.index(self._rank)
-        """The number of this rank among the makers."""
+        """The number of this rank among the producers."""
 
     @property
     def num_producers(self) -> int:
@@ -58,7 +58,7 @@ class LengthExchange:
             return len({*self._gathered(text)}) == 1
 
     def lengths(self, own: Ints | Exception) -> list[Ints]:
-        """The lengths that each maker has measured; an error ends the loop on all ranks.
+        """The lengths that each producer has measured; an error ends the loop on all ranks.
 
         Raises the own error, `DataflowError` for that of another rank, `NotHeldError` where that is all.
         """
@@ -76,7 +76,7 @@ class LengthExchange:
         return [gathered[rank] for rank in self._ranks]
 
     def samples(self, for_makers: Sequence[MeasuredSamples]) -> list[MeasuredSamples]:
-        """Give each maker what is for it; what all have for this one."""
+        """Give each producer what is for it; what all have for this one."""
         local_samples = for_makers[self.producer]
         parcels = [b""] * self.num_producers
         for rank, samples in zip(self._ranks, for_makers, strict=True):

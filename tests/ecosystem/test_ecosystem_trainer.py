@@ -164,6 +164,17 @@ def test_a_run_over_shards_resumes_with_the_next_batch_from_any_checkpoint(
         assert again.loader.stats().batches == 30 - done, "batches were read to be dropped"
 
 
+def test_a_checkpoint_that_names_the_callback_as_it_was_called_before_resumes(tmp_path: Path) -> None:
+    make = over_shards(make_shards(tmp_path))
+    settings: dict[str, Any] = {"keeps_place": True, "save_strategy": "steps", "save_steps": 4}
+    whole = trained(make, tmp_path, **settings)
+    stored = tmp_path / "checkpoint-4" / "trainer_state.json"
+    text = stored.read_text("utf-8")
+    assert "LoaderStateCallback" in text
+    stored.write_text(text.replace("LoaderStateCallback", "KeepPlace"), "utf-8")
+    assert trained(make, tmp_path, resume=str(stored.parent), **settings) == whole[4:]
+
+
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
 def test_a_checkpoint_goes_on_with_other_data_between_epochs_only(tmp_path: Path, strategy: str) -> None:
     settings: dict[str, Any] = {"keeps_place": True, "save_strategy": strategy, "save_steps": 5}

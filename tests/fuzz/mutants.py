@@ -439,13 +439,12 @@ def main() -> int:
     kept_in = Path(__file__).with_suffix(".json")
     parser.add_argument("--json", type=Path, default=kept_in, help="results (default: beside this script)")
     given = parser.parse_args()
+    if given.there and not given.shared_with:
+        parser.error("--there is of --shared-with TREE")
     tree = given.shared_with.resolve() if given.there else ROOT
     here = chosen(ROOT, given.seed, given.mutants, given.shared_with)
-    mutants = [
-        *(
-            {**here, **{rank: each for rank, each in ranked(tree, given.seed).items() if rank in here}}
-        ).values()
-    ]
+    there = ranked(tree, given.seed) if given.there else here
+    mutants = [there[rank] for rank in here]
     if given.list:
         print(*(SHOWN.format(**place(mutant)) for mutant in mutants), sep="\n")
         print(f"{len(mutants)} mutants in {len({mutant.module for mutant in mutants})} modules")
